@@ -47,7 +47,7 @@ scopes = ["read", "stats"]
 HEAD: Final = f"Host: localhost\r\nAuthorization: Bearer {ATTACKER}\r\n".encode()
 OPTIONS: Final = ("--memory-budget", "256MiB", "--batch-timeout", "30")
 
-# --- What is hosted -----------------------------------------------------------------------------------------------
+# --- Datasets -----------------------------------------------------------------------------------------------------
 
 
 class Waited:
@@ -132,7 +132,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def _connections(url: str, count: int, ask: Callable[[int], bytes], *, reads: bool = True) -> None:
-    """Keep a number of connections open, and replace closed ones."""
+    """Keep `count` connections open: replace each one that closes."""
     host, port = url.removeprefix("http://").split(":")
     loop = asyncio.get_running_loop()
     live: dict[int, Any] = {}
@@ -236,11 +236,11 @@ def _attack(name: str, url: str) -> None:
         asyncio.run(ATTACKS[name][0](url))
 
 
-# --- The client beside them ---------------------------------------------------------------------------------------
+# --- The measured client ------------------------------------------------------------------------------------------
 
 
 def measured(url: str, seconds: float) -> float:
-    """Return the batches per second of a loop that does nothing else."""
+    """Return the throughput of a loop that only consumes batches, in batches/s."""
     loader = DataLoader(RemoteDataset(url, "waited"), 1, seed=time.monotonic_ns(), shuffle=True, output="numpy")
     batches = iter(loader)
     for _ in range(20):

@@ -31,7 +31,7 @@ class Contender(Protocol):
 
     @property
     def beside(self) -> str | None:
-        """The contender that loads the same in another order, for a ratio; None without comparison."""
+        """Contender that loads the same batches in the seeded order, for a ratio; None without comparison."""
 
     def open(self) -> AbstractContextManager[Iterator[Any]]:
         """Yield batches from batch 0, as a consumer would train on them."""
@@ -98,7 +98,7 @@ class Teleloader:
 
 
 class TeleloaderShuffledHere:
-    """teleloader with torch's RandomSampler, which draws the order in the client."""
+    """teleloader with torch's RandomSampler, which generates the order in the client."""
 
     def __init__(self, workload: Workload, url: str, num_workers: int, beside: str) -> None:
         from teleloader import DataLoader, RemoteDataset
@@ -116,7 +116,7 @@ class TeleloaderShuffledHere:
         self._seed += 1
         with _torch_seeded(self._seed):
             batches = iter(self._loader)
-            first = next(batches)  # now the order is drawn
+            first = next(batches)  # generates the order
         yield chain([first], batches)
 
     def indices(self, count: int) -> Indices:
@@ -142,7 +142,7 @@ class TorchLocal:
         self._workload = workload
         options: dict[str, Any] = {"batch_size": workload.batch_size, "sampler": InOrder(workload)}
         dataset = workload.dataset()
-        if workload.whole_batches:  # torch has no other way: batches of indices as if they were samples
+        if workload.whole_batches:  # with torch, only a batch sampler in place of the sampler fetches whole batches
             dataset = _ByIndexLists(dataset)
             options = {
                 "batch_size": None,
@@ -171,14 +171,14 @@ def contenders(workload: Workload, setting: Setting) -> list[Contender]:
         found += [Teleloader(workload, url, num_workers, checksum=checksum) for checksum in (False, True)]
         if has_torch():
             found.append(TorchLocal(workload, num_workers))
-        if has_torch() and workload is SMALL:  # what an order costs is a matter of small batches
+        if has_torch() and workload is SMALL:  # with large batches, the cost of the sampling order is not measurable
             shuffled = Teleloader(workload, url, num_workers, shuffle=True)
             found += [shuffled, TeleloaderShuffledHere(workload, url, num_workers, shuffled.name)]
     return found
 
 
 class InOrder:
-    """Sampler that yields the workload's own order without drawing it."""
+    """Sampler that yields the workload's own order without generating it."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload

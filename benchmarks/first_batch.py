@@ -1,9 +1,9 @@
 """Time to the first batch: at the start of an epoch, for datasets of any length, and after a resume.
 
-Each measurement runs in a fresh process that has not loaded anything. The time is that from the construction of the
-loader to its first batch: connection, registration and batch for teleloader; drawing the order and starting the worker
-for a local loader. All orders are shuffled, with a new seed for each measurement, so that no server has the batches
-buffered. The batch is compared with the dataset.
+Each measurement runs in a fresh process that has not loaded anything. The time starts with the construction of the
+loader and ends with its first batch. For teleloader, it includes connection, registration and the batch. For a local
+loader, it includes generating the order and starting the worker. All orders are shuffled, with a new seed for each
+measurement, so that no server has the batches buffered. The batch is compared with the dataset.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from benchmarks.processes import await_idle, consumers
 
 BATCH_SIZE: Final = 256
 LATER: Final = 3
-"""Loaders of a process after its first, at least; the median counts."""
+"""Minimum number of further loaders per process; their median is reported."""
 LATER_SECONDS: Final = 0.2
-"""How long they take together, at least."""
+"""Minimum total time of the further loaders."""
 RESUMED_AT: Final = 0.9
-"""Share of the epoch that was over."""
+"""Fraction of the epoch that is complete before the resume."""
 START_LENGTHS: Final = (10**5, 10**6, 10**7, 10**8, 10**10)
 RESUME_LENGTHS: Final = (10**6, 10**7, 10**8)
 
@@ -73,10 +73,10 @@ class Contender(Protocol):
         """Length of the longest dataset to measure."""
 
     def loader(self, length: int, seed: int) -> Any:
-        """Return a shuffled loader of a dataset with this number of samples."""
+        """Return a shuffled loader of a dataset with `length` samples."""
 
     def after(self, count: int, length: int, seed: int) -> tuple[Any, NDArray[np.int64]]:
-        """Return the loader's state after a number of batches, and the indices of the next batch."""
+        """Return the loader's state after `count` batches, and the indices of the next batch."""
 
     def await_idle(self) -> None:
         """Wait until all work for closed loaders has ended."""
@@ -126,7 +126,7 @@ class Local:
         return self._loader(Numbered(length), seed)
 
     def after(self, count: int, length: int, seed: int) -> tuple[Any, NDArray[np.int64]]:
-        """What the loader itself says there. Its samples are but their numbers: it comes by that place the sooner."""
+        """Return state and indices; the samples are only indices, so that the loader reaches this batch faster."""
         loader = self._loader(range(length), seed, collate_fn=list)
         batches = iter(loader)
         for _ in islice(batches, count):
@@ -134,19 +134,19 @@ class Local:
         return loader.state_dict() if count else None, np.array(next(batches))
 
     def await_idle(self) -> None:
-        """Return: the worker ends with its iterator."""
+        """Return immediately: the worker ends with its iterator."""
 
     def _loader(self, dataset: Any, seed: int, **options: Any) -> Any:
         import torch
 
         sampler = resolve_name(self.sampler_class)(dataset, generator=torch.Generator().manual_seed(seed))
-        with warnings.catch_warnings():  # torchdata calls something that torch will not have any more
+        with warnings.catch_warnings():  # torchdata calls a deprecated function of torch
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             return resolve_name(self.loader_class)(dataset, BATCH_SIZE, sampler=sampler, num_workers=1, **options)
 
 
 def torch_local(setting: Setting) -> Local:
-    """Return ``torch.utils.data.DataLoader``; at 10**8 samples its order takes seconds and gigabytes."""
+    """Return ``torch.utils.data.DataLoader``, which needs seconds and gigabytes to shuffle 10**8 samples."""
     longest = 10**8 if setting.large else 10**7
     return Local("torch local, 1 worker", "torch.utils.data:DataLoader", "torch.utils.data:RandomSampler", longest)
 
@@ -163,7 +163,7 @@ def torchdata(setting: Setting) -> Local:
 
 _Turn = TypeVar("_Turn")
 Rows = dict[tuple[str, int], list[_Turn]]
-"""What was measured of each contender and length, once a round."""
+"""Measurements of each contender and length, one per round."""
 
 
 def _name(length: int) -> str:
@@ -175,29 +175,29 @@ def _hosted(lengths: Sequence[int]) -> dict[str, str]:
     return {_name(length): f"{factory}kwargs = {{ length = {length} }}\n" for length in lengths}
 
 
-# -- in a process of its own
+# -- measurements, each in a fresh process
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Measurement of one process: seconds and bytes."""
+    """Measurement of one process, in seconds and bytes."""
 
     first: float
-    """To the first batch of the first loader that the process had: what is only loaded when it is needed counts."""
+    """Seconds to the first batch of the first loader of the process, which includes lazy imports."""
     later: list[float]
-    """To that of each loader after it."""
+    """Seconds to the first batch of each further loader."""
     memory: int
-    """How much the most memory of the process (peak RSS, without its workers) grew in all this."""
+    """Growth of the process's peak RSS in bytes, without its workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Measurement of one process that had a loader before: seconds to the first batch of each loader."""
+    """Measurement of one process that already had a loader: seconds to the first batch of each further loader."""
 
     begun: list[float]
-    """Of an epoch."""
+    """Seconds to the first batch of a new epoch."""
     resumed: list[float]
-    """After ``load_state_dict``, which counts."""
+    """Seconds to the first batch after ``load_state_dict``, which is included."""
 
 
 def start(contender: Contender, length: int) -> Started:
@@ -232,7 +232,7 @@ def resume(contender: Contender, length: int) -> Resumed:
 
 
 def _first_batch(contender: Contender, length: int, seed: int, state: Any = None) -> tuple[float, Any]:
-    """Return the seconds to the first batch, and the batch."""
+    """Return the time to the first batch in seconds, and the batch."""
     contender.await_idle()
     began = time.perf_counter()
     loader = contender.loader(length, seed)
@@ -315,7 +315,8 @@ class Resume:
     @staticmethod
     def _outcome(rows: Rows[Resumed]) -> Outcome:
         table = _table(
-            f"resume - time to the next batch after {RESUMED_AT:.0%} of a shuffled epoch",
+            "resume - time to the first batch: "
+            f"at the start of a shuffled epoch, and after resuming at {RESUMED_AT:.0%} of it",
             ("new epoch, ms", "resumed epoch, ms", "resumed to new"),
         )
         for (contender, length), row in rows.items():
@@ -352,7 +353,7 @@ def _job(
     cases = [(contender, length) for contender in found for length in lengths if length <= contender.longest]
 
     def run(step: Step) -> Outcome:
-        step(f"{name}: first batches")  # what a server does for the first time is not measured
+        step(f"{name}: first batches")  # warm-up of the server
         _apart(measure, *cases[0])
         rows: Rows[_Turn] = {(contender.name, length): [] for contender, length in cases}
         for number in range(setting.rounds):

@@ -80,12 +80,12 @@ def produce(workload: Workload, port: int, number: int, producers: int) -> None:
 
 def main() -> None:
     """Run a producer process: ``python -m benchmarks.floor WORKLOAD PORT NUMBER PRODUCERS``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the consumer's end is ours
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the consumer ends it
     name, *places = sys.argv[1:]
     try:
         produce(WORKLOADS[name], *map(int, places))
     except (BrokenPipeError, ConnectionResetError):
-        return  # the consumer has seen enough
+        return  # the consumer disconnected
 
 
 if __name__ == "__main__":

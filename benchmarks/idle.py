@@ -40,7 +40,7 @@ from benchmarks.workloads import SMALL
 HOSTED: Final = [f"{SMALL.name}=benchmarks.workloads:SMALL.dataset"]
 NUM_WORKERS: Final = 1
 USED_BATCHES: Final = 10_000
-"""How much a server is used before it has nothing to do."""
+"""Batches that the server sends before the idle measurement."""
 RANGE: Final = 16
 """Batches per request."""
 AT_ONCE: Final = 50
@@ -67,7 +67,7 @@ class Consumer:
         self._key = json.loads(answer)["key"]
 
     async def take(self, count: int = RANGE) -> int:
-        """Request the next batches and prefetch as many; return the number of received ones."""
+        """Request the next `count` batches and prefetch as many; return the number of received batches."""
         query = f"start={self._next}&stop={self._next + count}&ahead={count}&ready=true"
         answer = await self._exchange("GET", f"/v1/loaders/{self._key}/epochs/0/batches?{query}")
         start = came = 0
@@ -104,7 +104,7 @@ async def _for_each(consumers: list[Consumer], act: Callable[[Consumer], Awaitab
         await asyncio.gather(*map(act, consumers[start : start + AT_ONCE]))
 
 
-# -- a process of consumers: it is told what to do, and answers when it is done
+# -- consumer process: executes commands and sends their results
 
 
 def _serve(commands: Connection, url: str, numbers: range) -> None:
@@ -169,7 +169,7 @@ def consumers(url: str, numbers: range) -> Iterator[Tell]:
         process.join()
 
 
-# -- a server that has nothing to do
+# -- an idle server
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,9 +177,9 @@ class Rest:
     """Cost of one process."""
 
     cpu: float
-    """Seconds of processor time."""
+    """CPU seconds."""
     pss: int
-    """Bytes at its end, shared pages divided."""
+    """PSS in bytes at the end of the measurement."""
 
 
 def at_rest(seconds: float) -> tuple[dict[str, Rest], dict[str, Rest]]:
@@ -237,9 +237,9 @@ class Memory:
     """Memory use in bytes."""
 
     server: int
-    """The server's own process, shared pages divided."""
+    """PSS of the server's main process."""
     batches: int
-    """Batches that the server keeps."""
+    """Size of the batch buffer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         consumers(server.url, range(options.idle, options.idle + options.active)) as active,
     ):
         active("open", 1)
-        active("run", options.seconds)  # what the server takes for active ones it has taken before it is measured
+        active("run", options.seconds)  # the server allocates for active consumers before the measurement
         before = _memory(server)
         idle("open", 3)
         after = _memory(server)

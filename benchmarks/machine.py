@@ -22,7 +22,7 @@ def announce(facts: Mapping[str, str], heading: str = "") -> Console:
     """Return a console, after printing the name of the benchmark and the machine."""
     console = Console()
     if not console.is_terminal:
-        console.width = 200  # no cell is cut
+        console.width = 200  # do not truncate cells
     console.print(heading + ", ".join(f"{name} {fact}" for name, fact in facts.items()), highlight=False)
     return console
 

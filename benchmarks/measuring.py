@@ -1,4 +1,4 @@
-"""Measurement of a contender: a turn takes a number of batches after a warm-up, and counts time and CPU time."""
+"""Measurement of a contender: a turn runs a warm-up, then loads batches and records time and CPU time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from benchmarks.workloads import Arrays, Workload
 VERIFIED: Final = 3
 """Batches of each contender that are compared with the dataset."""
 LEAST: Final = 10
-"""Batches that a turn takes at least."""
+"""Minimum number of batches per turn."""
 WARM_UP: Final = 0.5
-"""Share of a turn's batches that go before it."""
+"""Warm-up batches before a turn, as a fraction of its batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Turn:
     batches: int
     seconds: float
     cpu: float
-    """Seconds of processor time in the consumer's process, all threads."""
+    """CPU seconds of all threads of the consumer process."""
 
     @property
     def rate(self) -> float:
@@ -50,7 +50,7 @@ class Spread(NamedTuple):
         return cls(median(values), min(values), max(values))
 
     def text(self, form: str) -> str:
-        """Return a text for tables, with numbers in the given format."""
+        """Return "median (minimum..maximum)", with numbers in the given format."""
         return f"{self.middle:{form}} ({self.low:{form}}..{self.high:{form}})"
 
 

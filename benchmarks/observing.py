@@ -69,9 +69,9 @@ class Turn:
     """One turn of a loader."""
 
     cpu: float
-    """Seconds of processor time that the server's own process took for a batch."""
+    """CPU seconds per batch of the server's main process."""
     rate: float
-    """Batches a second."""
+    """Batches per second."""
 
 
 class Contender:
@@ -83,7 +83,7 @@ class Contender:
         self._loader = Teleloader(SMALL, server.url, server.num_workers)
 
     def turn(self, batches: int) -> Turn:
-        """Take a number of batches, after a warm-up of a tenth of them."""
+        """Load `batches` batches, after a warm-up with a tenth of them."""
         with self._loader.open() as coming:
             for _ in islice(coming, batches // 10):
                 pass
@@ -111,7 +111,7 @@ def watched(url: str) -> Iterator[None]:
 
     watching = threading.Thread(target=read)
     watching.start()
-    begun.wait(60)  # the first record costs more than those that follow
+    begun.wait(60)  # the first event is more expensive than further events
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from rich.console import RenderableType
 
 Step = Callable[[str], None]
-"""Says what is being measured, one step further."""
+"""Reports progress by one step, with the name of the current measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +17,20 @@ class Setting:
     """Settings that all parts of a run share."""
 
     urls: Mapping[int, str]
-    """Running servers, by their number of workers."""
+    """URLs of the running servers, by number of workers."""
     is_local: bool
-    """Whether they are on this machine, so that their processes can be looked at."""
+    """True if the servers run on this machine, so that their processes can be inspected."""
     rounds: int
     seconds: float
-    """About how long a turn of a throughput workload counts."""
+    """Approximate duration of a turn of a throughput workload, without warm-up."""
     quick: bool
-    """Whether it is only to be shown that all runs."""
+    """True if the run only checks that everything runs."""
     large: bool
-    """Whether contenders take part where they need minutes, or many gigabytes."""
+    """True if the run includes contenders with lengths that take minutes or many gigabytes."""
 
     @property
     def fewest(self) -> tuple[int, str]:
-        """Return the server with the fewest workers, and their number."""
+        """Return number of workers and URL of the server with the fewest workers."""
         num_workers = min(self.urls)
         return num_workers, self.urls[num_workers]
 
@@ -39,16 +39,16 @@ class Outcome(NamedTuple):
     """Results of a part."""
 
     tables: list[RenderableType]
-    """For people."""
+    """Tables to print."""
     results: list[dict[str, Any]]
-    """The same and all that it is made of, as JSON can hold it."""
+    """Summaries and raw measurements, as JSON values."""
 
 
 class Job(NamedTuple):
     """Part that is ready to run."""
 
     steps: int
-    """How often it says what it does."""
+    """Number of progress steps that `run` reports."""
     run: Callable[[Step], Outcome]
 
 

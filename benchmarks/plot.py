@@ -60,7 +60,7 @@ def draw(results: Mapping[str, Any], picture: Path) -> None:
     """Write a bar chart with a group for each workload and a bar for each number of workers.
 
     Raises:
-        SystemExit: If the run has no workload in which torch's DataLoader took part.
+        SystemExit: If no workload of the run includes torch's DataLoader.
     """
     import matplotlib as mpl
 

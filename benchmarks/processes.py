@@ -30,7 +30,7 @@ STOP_TIMEOUT: Final = 10.0
 
 @dataclass(slots=True)
 class LoaderServer:
-    """Loader server on a loopback port that it keeps when it is restarted.
+    """Loader server on a loopback port, which stays the same after a restart.
 
     Args:
         hosted: Datasets as `name=module:factory`, or an option such as `--demo`.
@@ -142,7 +142,7 @@ def consumers(count: int, *shared: Any) -> Iterator[ProcessPoolExecutor]:
         try:
             yield executor
         except BaseException:
-            end_forked()  # else the executor would wait for what they do
+            end_forked()  # otherwise the executor would wait for their tasks
             raise
 
 
@@ -152,9 +152,9 @@ _shared: tuple[Any, ...] = ()
 def _share(*shared: Any) -> None:
     global _shared
     _shared = shared
-    # a local loader starts its workers as it always would, and not as this process was started
+    # local loaders start workers with the default method, not with this process's own
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches these processes too; their end is ours
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches these processes, which their parent ends
 
 
 def shared_here() -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ from benchmarks.workloads import WORKLOADS
 SECONDS: Final = 10.0
 WARM_UP: Final = 1.0
 RATE: Final = 500
-"""How often py-spy looks, in a second."""
+"""Samples of py-spy per second."""
 FUNCTIONS: Final = 20
 PY_SPY: Final = Path(sysconfig.get_path("scripts"), "py-spy")
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -46,15 +46,15 @@ class Counts:
     """Resources that a process has used so far."""
 
     user: float
-    """Seconds of processor time in its own code."""
+    """CPU seconds in user mode."""
     system: float
-    """And in the kernel."""
+    """CPU seconds in the kernel."""
     faults: int
     """Page faults."""
     waits: int
-    """Context switches in which a thread gave up the processor, to wait; threads that have ended do not count."""
+    """Voluntary context switches, without those of threads that have exited."""
     preemptions: int
-    """Those in which it was taken away."""
+    """Involuntary context switches, without those of threads that have exited."""
 
     @classmethod
     def of(cls, pid: int) -> Counts:
@@ -64,7 +64,7 @@ class Counts:
         minor, major, user, system = (int(fields[number - 3]) for number in (10, 12, 14, 15))
         switches: Counter[str] = Counter()
         for status in process.glob("task/*/status"):
-            with suppress(FileNotFoundError):  # a thread that has ended
+            with suppress(FileNotFoundError):  # the thread has exited
                 for line in status.read_text().splitlines():
                     name, _, value = line.partition(":")
                     if name.endswith("voluntary_ctxt_switches"):
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _profile(server: LoaderServer, options: argparse.Namespace, console: Console) -> None:
     pids = {"client": os.getpid(), **server.pids()}
-    pids = {name: pid for name, pid in pids.items() if not name.startswith("forkserver")}  # these do nothing
+    pids = {name: pid for name, pid in pids.items() if not name.startswith("forkserver")}  # fork servers are idle
     seconds = options.seconds / 2
     with Teleloader(WORKLOADS[options.workload], server.url, options.num_workers).open() as batches:
         _take(batches, WARM_UP)
@@ -109,14 +109,14 @@ def _profile(server: LoaderServer, options: argparse.Namespace, console: Console
 
 
 def _take(batches: Iterator[Any], seconds: float) -> int:
-    """Take batches for a number of seconds; return how many."""
+    """Load batches for `seconds` seconds; return their number."""
     deadline, taken = time.perf_counter() + seconds, 0
     while time.perf_counter() < deadline:
         taken += sum(1 for _ in islice(batches, 10))
     return taken
 
 
-# -- what a batch costs
+# -- cost of a batch
 
 
 def _costs(batches: Iterator[Any], pids: Mapping[str, int], seconds: float) -> Table:

@@ -34,11 +34,11 @@ BATCH_SIZE: Final = 2
 SAMPLE_SECONDS: Final = 0.01
 DRAIN_SECONDS: Final = 0.5
 USUAL_SECONDS: Final = 0.5
-"""Time before each fault in which the usual time of a batch is taken."""
+"""Duration of the measurement of the usual time per batch, before each fault."""
 WATCHED_SECONDS: Final = 2.0
-"""How long the loop is watched after a fault that another worker or server makes good."""
+"""Observation time after a fault that another worker or server compensates for."""
 RETURN_SECONDS: Final = 3.0
-"""How long a server that has come back is left in peace, so that the client finds it again."""
+"""Time without faults after a restart, in which the client reconnects."""
 
 
 class Timed:
@@ -60,15 +60,15 @@ class Recovery:
     """Cost of one fault, in seconds."""
 
     usual: float
-    """Time of a batch just before."""
+    """Mean time per batch immediately before the fault."""
     wait: float
-    """The longest time between two batches after it, or from the fault to the first batch after it was over."""
+    """Longest time between two batches after the fault; for a restart, the time from the kill to the next batch."""
     after_return: float | None = None
-    """From the moment at which a restarted server listened to the next batch."""
+    """Time from the end of the restart, when the server listens again, to the next batch."""
 
 
 class Loop:
-    """Training loop that records when its batches arrive."""
+    """Training loop that records the arrival time of each batch."""
 
     def __init__(self, urls: list[str]) -> None:
         from teleloader import DataLoader, RemoteDataset
@@ -100,7 +100,7 @@ class Loop:
         return (ended - began) / taken
 
     def longest_wait(self, since: float, seconds: float) -> float:
-        """Return the longest time between two batches within a number of seconds from `since` on."""
+        """Return the longest time between two batches in the `seconds` seconds after `since`."""
         came = [since]
         while came[-1] < since + seconds:
             came.append(self.step())
@@ -142,7 +142,7 @@ def server_restarted(server: LoaderServer, loop: Loop, number: int) -> Recovery:
     watcher = Thread(target=_await_listening, args=(server.port, listening))
     watcher.start()
     came = loop.step()
-    while not listening or came < listening[0]:  # what had arrived before the server died
+    while not listening or came < listening[0]:  # batches that arrived before the kill
         came = loop.step()
     watcher.join()
     return Recovery(usual, came - killed, came - listening[0])

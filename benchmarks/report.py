@@ -22,15 +22,15 @@ class Figures:
     microseconds_per_batch: Spread
     bytes_per_second: Spread
     cpu_per_gb: Spread
-    """Seconds of the consumer's process for 10**9 bytes."""
+    """CPU seconds of the consumer process per 10**9 bytes."""
     to_floor: Spread | None
-    """To plain sockets with as many producers; None where they did not take part."""
+    """Throughput relative to plain sockets with the same number of producers; None if not measured."""
     to_torch: Spread | None
-    """To torch's local DataLoader with as many workers; None where it did not take part."""
+    """Throughput relative to torch's local DataLoader with the same number of workers; None if not measured."""
     beside: str | None
-    """The contender that loads the same in the seeded order; None if there is no comparison."""
+    """Name of the contender that loads the same batches in the seeded order; None without comparison."""
     cost_beside: Spread | None
-    """Time of a batch, as a multiple of the other's."""
+    """Time per batch relative to that of `beside`."""
 
 
 def evaluate(workload: Workload, contenders: Sequence[Contender], turns: Sequence[Sequence[Turn]]) -> list[Figures]:

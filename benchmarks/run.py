@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace, chosen: Sequence[Part]) -> int:
         console.print(f"the servers' side is {options.server}: there is no floor, which is loopback's\n")
     results: dict[str, Any] = {}
     with ExitStack() as stack:
-        # the bar is drawn between turns only: a thread of its own would take time from what is measured
+        # the bar is drawn only between turns, because a refresh thread would take CPU time from the measurements
         progress = stack.enter_context(Progress(*_columns(), console=console, auto_refresh=False, transient=True))
         bar = progress.add_task("starting servers", total=None)
         progress.refresh()
@@ -109,7 +109,7 @@ def _run(options: argparse.Namespace, chosen: Sequence[Part]) -> int:
 
 @contextmanager
 def _servers(url: str | None, chosen: Sequence[Part]) -> Iterator[dict[int, str]]:
-    """Yield URLs by number of workers: of the given server, or of servers that are started here."""
+    """Yield URLs by number of workers: of the server at `url`, or of servers started on this machine."""
     if url is not None:
         yield {stats(url)["server"]["num_workers"]: url}
         return

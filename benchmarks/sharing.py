@@ -1,8 +1,8 @@
 """Cost of several consumers of one epoch: the server should compute each batch once.
 
 One, two and four consumers run with the same arguments, each a `DataLoader` in its own process. All start together. In
-a further case a consumer starts when the other one has taken half of the epoch: it receives the batches that the server
-still has, and the others are computed again.
+a further case, one consumer starts when the other one has loaded half of the epoch. It receives the batches that the
+server still has buffered, and the server recomputes the others.
 
 CPUs that share caches and execution units are slower when all are busy, so the same work takes more CPU time beside
 three more consumers. The row of one consumer beside a process that only copies memory shows this effect.
@@ -33,7 +33,7 @@ NAME: Final = "worked"
 BATCHES: Final = 2000
 BATCH_SIZE: Final = 8
 QUICK_SHARE: Final = 10
-"""World size with ``--quick``: the consumers load the part of one rank."""
+"""World size with ``--quick``: the consumers load the shard of one rank."""
 
 
 class Worked:
@@ -55,9 +55,9 @@ class Case:
 
     count: int
     late: int = 0
-    """How many of them begin when half of the epoch is over."""
+    """Number of consumers that start after half of the epoch."""
     disturbed: bool = False
-    """Whether a process that has nothing to do with them keeps a processor busy."""
+    """True if another process, which only copies memory, keeps one core busy."""
 
     @property
     def name(self) -> str:
@@ -74,11 +74,11 @@ class Turn:
     """Measurement of one epoch."""
 
     batches: int
-    """How many the workers made."""
+    """Number of batches that the workers computed."""
     cpu: float
-    """Seconds of processor time of the workers."""
+    """CPU seconds of the workers."""
     seconds: float
-    """From the beginning to the last batch of the last consumer."""
+    """Time from the start to the last batch of the last consumer."""
 
 
 class Share:
@@ -140,7 +140,7 @@ def _copy_memory() -> None:
 def _consume_together(processes: ProcessPoolExecutor, case: Case, url: str, arguments: Mapping[str, Any]) -> float:
     late = [number < case.late for number in range(case.count)]
     begun = [processes.submit(consume, url, arguments, each) for each in late]
-    spans = [future.result() for future in as_completed(begun)]  # the first error ends all
+    spans = [future.result() for future in as_completed(begun)]  # the first error aborts the measurement
     return max(end for _, end in spans) - min(begin for begin, _ in spans)
 
 

@@ -1,9 +1,9 @@
 """Search for growth of memory, files and threads: ``python -m benchmarks.soak --minutes 30``.
 
-Two consumers load epoch after epoch: one in the seeded order, one with a sampler, which needs a session for each epoch.
-Now and then one of them abandons an epoch. Memory, open files and threads of the server, its fork server, its workers
-and the consumers are sampled each second. If a process grows by more than the limit after the warm-up, the benchmark
-names it and exits with status 1.
+Two consumers load one epoch after another: one in the seeded order, one with a sampler, which needs a session for each
+epoch. Each consumer aborts some epochs early. The benchmark records memory, open files and threads of the server, its
+fork server, its workers and the consumers every second. If a process grows by more than the limit after the warm-up,
+the benchmark prints its name and exits with status 1.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ NUM_WORKERS: Final = 2
 LENGTH: Final = 20_000
 BATCH_SIZE: Final = 64
 STEP_SECONDS: Final = 0.005
-"""What a consumer does with a batch."""
+"""Time that a consumer sleeps per batch."""
 LEFT_EARLY: Final = 0.2
-"""Share of the epochs that a consumer leaves in their middle."""
+"""Fraction of the epochs that a consumer aborts early."""
 WARM_UP: Final = 0.5
-"""Share of the run that does not count: shared memory grows to the most that was ever used at once, and stays."""
+"""Fraction of the run that is a warm-up, in which shared memory reaches its peak."""
 MAY_GAIN: Final = 16 * 2**20
-"""Bytes that a process may gain after the warm-up."""
+"""Maximum growth of a process in bytes after the warm-up."""
 MAY_GAIN_SHARE: Final = 0.05
-"""The same as a share of what it has."""
+"""Maximum growth as a fraction of the process's memory; the larger limit applies."""
 MAY_GAIN_FILES: Final = 4
-"""How many open files or threads it may gain."""
+"""Maximum growth of the numbers of open files and of threads."""
 PICTURE: Final = Path(__file__).with_name("soak.png")
 
 
@@ -133,7 +133,7 @@ class History:
 
     @property
     def complaint(self) -> str:
-        """Return what grows beyond the limits, or an empty string."""
+        """Return the names of the resources that grow beyond the limits, or an empty string."""
         may = max(MAY_GAIN, MAY_GAIN_SHARE * self.samples[-1].pss)
         found = [
             *(["memory"] if self.gain(lambda sample: sample.pss) > may else []),
@@ -200,7 +200,7 @@ def _watch(
         bar = progress.add_task("sampling", total=seconds)
         while (now := time.monotonic() - began) < seconds and all(consumer.is_alive() for consumer in consumers):
             for name, pid in processes(server, consumers).items():
-                with suppress(psutil.NoSuchProcess):  # it may have been replaced
+                with suppress(psutil.NoSuchProcess):  # the process may have been replaced
                     histories.setdefault(name, History()).samples.append(look(pid, now))
             progress.update(bar, completed=now)
             time.sleep(max(0.0, 1 - (time.monotonic() - began - now)))

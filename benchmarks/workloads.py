@@ -81,7 +81,7 @@ class Photographs:
         from PIL import Image
 
         generator = np.random.default_rng(number)
-        # coarse noise, enlarged: about as much detail, and as many bytes, as a photograph has
+        # enlarged coarse noise, with about the detail and file size of a photograph
         coarse = Image.fromarray(generator.integers(0, 256, (48, 64, 3), np.uint8), "RGB")
         file = io.BytesIO()
         coarse.resize(cls.SIZE, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
@@ -109,19 +109,19 @@ class Workload:
     """Dataset with batch size and collate function; samples of equal shape are stacked."""
 
     name: str
-    """What it stands under in this module, in capitals."""
+    """Name of the variable in this module, in lower case."""
     about: str
     batch_size: int
     sample_shape: tuple[int, ...]
     dtype: str
     rows: int
-    """Different samples; no divisor of the batch size, so that neighbouring batches differ."""
+    """Number of different samples, which the batch size does not divide, so that consecutive batches differ."""
     shuffled: bool = False
-    """Whether everybody takes the samples in a random order."""
+    """True if all contenders load the samples in a random order."""
     whole_batches: bool = False
-    """Whether the dataset gives whole batches to those who ask for such."""
+    """True if contenders fetch whole batches with `__getbatch__`."""
     collate: str | None = None
-    """``module:function`` that makes a batch of samples; None is torch's. Not imported where it is not needed."""
+    """Collate function as ``module:function``, imported only when needed; None selects torch's default."""
 
     @property
     def max_bytes(self) -> int:
@@ -157,7 +157,7 @@ class Workload:
             yield from np.random.default_rng(0).permutation(self.rows).tolist()
 
     def fill(self, dataset: Any, indices: Sequence[int], out: NDArray[np.uint8]) -> int:
-        """Write a batch to the first bytes of `out`; return their number."""
+        """Write a batch to the start of `out`; return its size in bytes."""
         batch = out.view(self.dtype).reshape(self.batch_size, *self.sample_shape)
         if self.whole_batches:
             batch[:] = dataset.__getbatch__(np.asarray(indices))
@@ -229,7 +229,7 @@ class Decoded(Workload):
 def _rows(workload: Workload) -> NDArray[Any]:
     shape = (workload.rows, *workload.sample_shape)
     size = int(np.prod(shape)) * np.dtype(workload.dtype).itemsize
-    values = np.random.default_rng(0).integers(0, 64, size, np.uint8)  # as floats, these bytes hold no NaN
+    values = np.random.default_rng(0).integers(0, 64, size, np.uint8)  # as floats, these bytes contain no NaN
     return values.view(workload.dtype).reshape(shape)
 
 

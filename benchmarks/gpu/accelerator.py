@@ -1,7 +1,7 @@
-"""The device that a training loop computes on: a GPU, or main memory where there is none.
+"""The device of a training loop: a GPU, or main memory if no GPU is available.
 
-On a GPU, time is measured by CUDA events in the stream where the work is enqueued. Main memory is a fallback that shows
-that everything runs: its marks are readings of the host's clock, and a copy to it is a plain copy.
+On a GPU, CUDA events measure time in the stream to which work is submitted. Main memory is a fallback, which only shows
+that everything runs: its marks are host timestamps, and a copy to it is a plain copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Accelerator(Protocol):
         """Return a context in which `stream` is the current one."""
 
     def join(self, stream: Any, tensors: Iterable[Any]) -> None:
-        """Let the current stream wait for another one, and keep tensors that were allocated there for it."""
+        """Make the current stream wait for another one, and keep tensors that were allocated there until it has."""
 
     def facts(self) -> Mapping[str, str]:
         """Return properties of the device, by name."""
@@ -98,7 +98,7 @@ class Cuda:
         return context
 
     def join(self, stream: Any, tensors: Iterable[Any]) -> None:
-        """Wait for a stream without the host, and tell the allocator."""
+        """Make the current stream wait without blocking the host, and record the tensors' use with the allocator."""
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(stream)
         for tensor in tensors:
@@ -127,27 +127,27 @@ class Host:
         return time.perf_counter()
 
     def wait(self, mark: Any) -> None:
-        """Return: whatever was called is done."""
+        """Return immediately: all operations are synchronous."""
 
     def milliseconds(self, start: float, end: float) -> float:
         """Return the time between two readings."""
         return 1000 * (end - start)
 
     def synchronize(self) -> None:
-        """Return: whatever was called is done."""
+        """Return immediately: all operations are synchronous."""
 
     def stream(self) -> None:
-        """Return None: there are no streams."""
+        """Return None: main memory has no streams."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context without effect."""
         return nullcontext()
 
     def join(self, stream: Any, tensors: Iterable[Any]) -> None:
-        """Return: there are no streams."""
+        """Return immediately: main memory has no streams."""
 
     def facts(self) -> Mapping[str, str]:
-        """Report that there is no GPU."""
+        """Return the device's description: no GPU."""
         return {"gpu": "none (CPU fallback)"}
 
 

@@ -1,4 +1,4 @@
-"""The loaders that are compared. Each gives the same batches: on the device, transformed, in the order of a seed."""
+"""Contenders of the GPU benchmarks: each yields the same transformed batches on the device, in the order of a seed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Config:
     """Settings that are the same for all loaders; can be sent to another process."""
 
     url: str
-    """The loader server's."""
+    """URL of the loader server."""
     num_workers: int
-    """Of the server, and of each local loader."""
+    """Number of workers of the server, and of each local loader."""
     batch_size: int
 
 
@@ -49,7 +49,7 @@ Copies = list[tuple[Any, Any]]
 
 
 class Contender(Protocol):
-    """A way to load."""
+    """Way to load batches."""
 
     @property
     def name(self) -> str:
@@ -69,11 +69,11 @@ class Contender(Protocol):
         """
 
     def processes(self, server: int) -> list[int]:
-        """Return the process IDs that the data come from, while it is open; `server` is that of the loader server."""
+        """Return the process IDs of the open contender's data source; `server` is the PID of the loader server."""
 
 
 class Local:
-    """Batches that are on the device: no loader can be faster."""
+    """Batches that are already on the device: an upper bound for every loader."""
 
     name = LOCAL
     has_torchs_order = True
@@ -211,7 +211,7 @@ class Teleloader:
 
         accelerator = self._accelerator
         options: dict[str, Any] = {}
-        # without a GPU there is no device= to copy to: the loop makes a plain copy
+        # without a GPU, device= does not apply: the loop makes a plain copy
         by_loader = accelerator.is_gpu and self._ahead is not None
         if by_loader:
             options = {
@@ -261,7 +261,7 @@ def copy_batch(accelerator: Accelerator, copies: Copies | None, batch: Batch) ->
 
 @contextmanager
 def _recorded(copies: Copies) -> Iterator[None]:
-    """Note the events of the copies that loaders with ``device=`` make."""
+    """Record the events of the copies that loaders with ``device=`` make."""
     from teleloader.tensors.devices import Copy, TorchDevice
 
     plain = TorchDevice.copy
@@ -279,20 +279,20 @@ def _recorded(copies: Copies) -> Iterator[None]:
 
 
 def torchs(accelerator: Accelerator, config: Config) -> list[Contender]:
-    """Return torch's loader, without and with a prefetcher."""
+    """Return the contenders of torch's loader: without and with a prefetcher."""
     return [Torch(accelerator, config, prefetches=prefetches) for prefetches in (False, True)]
 
 
 def ours(accelerator: Accelerator, config: Config) -> list[Contender]:
-    """Return our loader, without and with ``device=``."""
+    """Return the contenders of teleloader: without and with ``device=``."""
     return [Teleloader(accelerator, config, ahead=ahead) for ahead in (None, 2)]
 
 
 def usual(accelerator: Accelerator, config: Config) -> list[Contender]:
-    """Return torch's loaders and ours."""
+    """Return the contenders of torch and of teleloader."""
     return [*torchs(accelerator, config), *ours(accelerator, config)]
 
 
 def named(contenders: Sequence[Contender], name: str) -> Contender:
-    """Return the contender of a name."""
+    """Return the contender with a name."""
     return next(each for each in contenders if each.name == name)

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROWS: Final = 257
-"""Different samples; no divisor of a batch size, so that neighbouring batches differ."""
+"""Number of different samples, which no batch size divides, so that consecutive batches differ."""
 SHAPE: Final = (3, 224, 224)
 SAMPLE_BYTES: Final = 3 * 224 * 224
 
 
 class Images:
-    """Pairs of an image (uint8 of 3x224x224) and its row's number; they stand in memory, so that loading is copying."""
+    """Pairs of an image (uint8 of 3x224x224) and its row number, in memory, so that loading only copies data."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -51,7 +51,7 @@ class Source(NamedTuple):
     """A dataset of a certain length."""
 
     name: str
-    """On the server."""
+    """Name on the server."""
     length: int
 
     @property
@@ -61,9 +61,9 @@ class Source(NamedTuple):
 
 
 LONG: Final = Source("images", 2**17)
-"""Longer than any turn."""
+"""Dataset longer than any turn."""
 SHORT: Final = Source("short", 2**11)
-"""Some batches, for the change of epochs."""
+"""Dataset of a few batches, for the change of epochs."""
 
 
 @cache

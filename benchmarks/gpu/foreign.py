@@ -1,6 +1,6 @@
-"""Loaders of other projects, which take part where they are installed: FFCV and DALI.
+"""Loaders of other projects, FFCV and DALI, which run if they are installed.
 
-Neither has torch's order for a seed, so each is given it as a list of indices.
+Neither generates torch's order from a seed, so the benchmark passes it as a list of indices.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Dali:
 
 
 class Ffcv:
-    """FFCV, which reads a file in a format of its own: the images are written to it before, uncompressed."""
+    """FFCV, which reads a file in its own format: the benchmark writes the images to it beforehand, uncompressed."""
 
     name = "FFCV"
     has_torchs_order = True

@@ -1,6 +1,7 @@
 """Measurement 4: the host's time in next(), and the copies and allocations of a step.
 
-They must not grow: after the warm-up each step makes the same copies, and no memory is requested from the driver.
+Copies and allocations must not grow: after the warm-up each step makes the same number of copies, and requests no
+memory from the driver.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.gpu.training import Batch, take_steps
 from benchmarks.parts import Outcome, Step
 
 COMPUTE: Final = 5.0
-"""Milliseconds of computation of a step: long enough for a batch to be there."""
+"""Milliseconds of computation of a step: long enough for the next batch to arrive."""
 BATCH_SIZE: Final = 32
 STEPS: Final = 200
 QUICK_STEPS: Final = 10
@@ -119,7 +120,7 @@ def _window(setting: Setting, batches: Iterator[Batch], products: int) -> dict[s
         allocated = sum(each.count for each in averages if each.key == "[memory]")
         return {"copies": copies / count, "allocations": allocated / count, "driver_requests": None}
     return {
-        "copies": copies / count if copies else None,  # a profiler that may not look at the GPU finds none
+        "copies": copies / count if copies else None,  # a profiler without access to the GPU counts none
         "allocations": (after[0] - before[0]) / count,
         "driver_requests": (after[1] - before[1]) / count,
     }
@@ -136,9 +137,9 @@ def _allocations(accelerator: Accelerator) -> tuple[int, int]:
 
 
 def _is_constant(windows: Sequence[dict[str, float | None]]) -> bool:
-    """Return True if the last parts of a turn made no more copies and allocations than one step's, and asked no driver.
+    """Return True if counts vary by at most one step's, and the last part requested no memory from the driver.
 
-    Loaders that copy ahead make a copy more or less within a part, so one step's are allowed.
+    Loaders that copy in advance may make one copy more or less within a part, so the difference of one step is allowed.
     """
     for key in ("copies", "allocations"):
         values = [value for window in windows if (value := window[key]) is not None]

@@ -1,4 +1,4 @@
-"""The frame of a measurement: its setting, its rounds and the time that it may take."""
+"""Interface of the GPU measurements: settings, rounds and the time limit."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Setting:
     compute: Compute
     config: Config
     server: int
-    """Process ID of the loader server."""
+    """PID of the loader server."""
     rounds: int
     turn_seconds: float
-    """About how long a turn takes."""
+    """Approximate duration of a turn."""
     quick: bool
-    """Whether the run only shows that everything runs."""
+    """True if the run only checks that everything runs."""
 
     def steps(self, milliseconds: float, *, least: int = 6) -> int:
-        """Return how many steps a turn has, for steps with that much computation."""
+        """Return the number of steps per turn, for steps with `milliseconds` ms of computation."""
         return max(least, min(60, round(1000 * self.turn_seconds / max(milliseconds, 15))))
 
     @property
     def window(self) -> int:
-        """Batches that loaders hold ready."""
+        """Number of batches that loaders prefetch."""
         return 2 * self.config.num_workers + 4
 
 
@@ -68,7 +68,7 @@ class Rounds:
 
     @property
     def note(self) -> str:
-        """Return how many rounds there were if the time was too short for all."""
+        """Return the number of completed rounds as a text if the time was too short for all rounds."""
         return "" if self.taken == self.count else f"; {self.taken} of {self.count} rounds, the time was over"
 
 
@@ -86,10 +86,10 @@ class Measurement(Protocol):
 
     @property
     def weight(self) -> float:
-        """About how long it takes, in any unit."""
+        """Approximate duration relative to other measurements."""
 
     def prepare(self, setting: Setting) -> tuple[int, Callable[[Step, Rounds], Outcome]]:
-        """Return how many steps each round reports, and the function that measures."""
+        """Return the number of steps that each round reports, and the function that measures."""
 
 
 def new_table(title: str, *headings: str) -> Table:

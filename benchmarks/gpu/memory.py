@@ -1,4 +1,4 @@
-"""Measurement 5: page-locked, locked and device memory of each loader's loop."""
+"""Measurement 5: page-locked, locked and device memory during each loader's training loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_GPU: Final = "memory: not measured: page-locked and device memory do not exis
 
 
 class Memory:
-    """Memory of loops."""
+    """Peak memory during a training loop."""
 
     name = "memory"
     weight = 2.0
@@ -57,7 +57,7 @@ class Memory:
 
 
 def _turn(setting: Setting, contender: Contender, seed: int) -> dict[str, int | None]:
-    """Return the most bytes during a loop."""
+    """Return the peak bytes of each kind of memory during a training loop."""
     _release(setting.accelerator)
     with contender.open(LONG) as begin:
         batches = begin(seed)
@@ -75,11 +75,11 @@ def _turn(setting: Setting, contender: Contender, seed: int) -> dict[str, int | 
 
 
 def _release(accelerator: Accelerator) -> None:
-    """Return cached memory to the driver, and begin new peaks."""
+    """Return cached memory to the driver, and reset the peak values."""
     gc.collect()
     torch.cuda.synchronize(accelerator.device)
     torch.cuda.empty_cache()
-    # public since torch 2.10 or so; before, blocks of the contender before are reused, and count as its own
+    # public since about torch 2.10; without it, blocks of the previous contender are counted for this one
     accelerators: Any = getattr(torch, "accelerator", None)
     if hasattr(accelerators, "empty_host_cache"):
         accelerators.empty_host_cache()
@@ -91,7 +91,7 @@ def _release(accelerator: Accelerator) -> None:
 
 
 def _pinned() -> Mapping[str, int | None]:
-    """Return the most bytes of torch's pinned allocator; None before torch 2.6, which does not count them."""
+    """Return the peak bytes of torch's pinned allocator; None before torch 2.6, which has no such counter."""
     if not hasattr(torch.cuda, "host_memory_stats"):
         return {"pinned_in_use": None, "pinned_owned": None}
     stats = torch.cuda.host_memory_stats()

@@ -1,7 +1,7 @@
-"""The packages that ``make gpu`` needs, and which of them are missing.
+"""Packages that ``make gpu`` needs, and a check for missing ones.
 
-Uses the standard library and pip only, because any other package may be the missing one:
-``python -m benchmarks.gpu.requirements [PIP ARGUMENTS]`` lists the packages that pip cannot find.
+Uses only the standard library and pip, because any other package may be missing: ``python -m
+benchmarks.gpu.requirements [PIP ARGUMENTS]`` lists the packages that pip cannot find.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pip._vendor.packaging.requirements import Requirement
 PYPROJECT: Final = Path(__file__).resolve().parents[2] / "pyproject.toml"
 GROUP: Final = "gpu"
 EDITABLE: Final = "editables>=0.3"
-"""Needed by hatchling for an editable installation, besides what pyproject.toml names."""
+"""Requirement of hatchling for editable installations, in addition to those in pyproject.toml."""
 
 
 def required() -> list[Requirement]:
@@ -33,7 +33,7 @@ def required() -> list[Requirement]:
 
 
 def unmet() -> list[str]:
-    """Return a line for each requirement that is not installed, or in another version."""
+    """Return a line for each requirement that is missing or installed in an incompatible version."""
     lines = []
     for each in required():
         try:
@@ -47,7 +47,7 @@ def unmet() -> list[str]:
 
 
 def unavailable(pip_arguments: Sequence[str]) -> list[str]:
-    """Return a line for each package that pip cannot find, those that others depend on included.
+    """Return a line for each package, including dependencies, that pip cannot find.
 
     Args:
         pip_arguments: Options of ``pip install``, such as ``--no-index --find-links wheels``.
@@ -75,7 +75,7 @@ def message(lines: Sequence[str]) -> str:
 
 
 def _expanded(project: dict[str, Any], texts: Sequence[str]) -> Iterator[str]:
-    """Yield requirements, with those of the project's extras in place of the project itself."""
+    """Yield requirements, with the project's extras replaced by their requirements."""
     for text in texts:
         requirement = Requirement(text)
         if requirement.name != project["name"]:

@@ -1,4 +1,4 @@
-"""The path to a GPU, measured beside torch's: copies, overlap, steps, host time, memory and rare waits."""
+"""Transfer of batches to a GPU compared with torch: copies, overlap, steps, host time, memory and rare waits."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _ALL: Final[Sequence[Measurement]] = (Copying(), Overlap(), Stepping(), HostTime
 MEASUREMENTS: Final = {each.name: each for each in _ALL}
 ROUNDS: Final = 5
 MINUTES: Final = 8.5
-"""Leaves time to install packages within ten minutes."""
+"""Default time limit, which leaves time to install packages within ten minutes."""
 TESTS_SHARE: Final = 0.5
-"""Share of the time that the tests may take."""
+"""Fraction of the time limit for the tests."""
 OUTPUT: Final = Path("build", "gpu")
 TESTS: Final = Path("tests", "gpu")
 MAX_WORKERS: Final = 8
@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * options.minutes
     accelerator = find()
     if not accelerator.is_gpu:
-        torch.set_num_threads(1)  # leaves a core to the loaders
+        torch.set_num_threads(1)  # leaves the other cores to the loaders
     facts = {**accelerator.facts(), **machine.describe()}
     console = machine.announce(facts, f"$ {shlex.join(['python', '-m', 'benchmarks.gpu', *sys.argv[1:]])}\n")
     _banner(console, accelerator)
@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Report:
-    """What is written to results.json, after each measurement so that an interruption leaves the ones before."""
+    """Content of results.json, written after each measurement, so that an interruption keeps the completed ones."""
 
     folder: Path
     accelerator: Accelerator
@@ -137,7 +137,7 @@ class Report:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self.folder / "results.json"
 
     @property
@@ -173,7 +173,7 @@ def _test(accelerator: Accelerator, console: Console, seconds: float) -> dict[st
         outcome = f"pytest exited with status {status}"
     except subprocess.TimeoutExpired:
         status, outcome = -1, f"pytest was ended after {seconds:.0f} s"
-        process.send_signal(signal.SIGINT)  # fixtures end their servers
+        process.send_signal(signal.SIGINT)  # lets fixtures end their servers
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT)
     finally:
@@ -192,7 +192,7 @@ def _measure(
 ) -> None:
     num_workers = max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // 2))
     hosted = toml({source.name: source.table for source in (LONG, SHORT)})
-    # the bar is drawn between turns only: a thread of its own would take time from what is measured
+    # the bar is drawn only between turns, because a refresh thread would take CPU time from the measurements
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with (
         Progress(*columns, console=console, auto_refresh=False, transient=True) as progress,
@@ -234,7 +234,7 @@ def _batch_size(accelerator: Accelerator, *, quick: bool) -> int:
 
 
 def _outcome(name: str, run: Any, step: Step, rounds: Rounds, report: Report) -> Outcome:
-    """Run a measurement; one that fails is reported, and the others run."""
+    """Run a measurement; report a failure instead of raising, so that further measurements run."""
     outcome, began = Outcome([], []), time.monotonic()
     try:
         outcome = run(step, rounds)

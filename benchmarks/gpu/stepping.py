@@ -1,7 +1,7 @@
 """Measurement 3: the time of a training step with 0, 5, 20 and 80 ms of computation.
 
-The ceiling has its batches on the device. With 256 images in a batch, 80 ms are 3,200 images/s: about what one data
-center GPU trains ResNet-50 at.
+The upper bound is a loop whose batches are already on the device. With 256 images per batch, 80 ms correspond to 3,200
+images/s, about the training throughput of ResNet-50 on one data center GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.parts import Outcome, Step
 COMPUTE: Final = (0.0, 5.0, 20.0, 80.0)
 QUICK_COMPUTE: Final = (0.0, 5.0)
 WARM_UP_SHARE: Final = 0.5
-"""Longest warm-up, as a share of a turn."""
+"""Maximum duration of the warm-up, as a fraction of a turn."""
 
 
 class Stepping:

@@ -1,4 +1,4 @@
-"""Measurement 6: what happens rarely: the first batch, a new epoch, a pause of the data's source, ranks of one host."""
+"""Measurement 6: rare waits: the first batch, a new epoch, a pause of the data source, and ranks on one host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPUTE: Final = 20.0
 """Milliseconds of computation of a step."""
 PAUSE_SECONDS: Final = 0.2
 WATCHED_STEPS: Final = 30
-"""Steps from the beginning of a pause on."""
+"""Number of observed steps from the start of a pause."""
 EPOCHS: Final = 3
 RANKS: Final = 2
 
@@ -87,7 +87,7 @@ def _turn(setting: Setting, contender: Contender, seed: int) -> dict[str, float]
 
 
 def _epoch_change(setting: Setting, contender: Contender, seed: int) -> float:
-    """Return the median seconds from the last batch of an epoch to the first one of the next."""
+    """Return the median time in seconds from the last batch of an epoch to the first batch of the next epoch."""
     seconds = []
     with contender.open(SHORT) as begin:
         ended = None
@@ -105,7 +105,7 @@ def _epoch_change(setting: Setting, contender: Contender, seed: int) -> float:
 
 
 def _pause(setting: Setting, contender: Contender, batches: Iterator[Any]) -> tuple[float, float]:
-    """Return the median step before a pause of the processes that the data come from, and the longest step after it."""
+    """Return the median step time before a pause of the data source, and the longest step after its start."""
     products = setting.compute.products(COMPUTE)
     train = partial(take_steps, batches, 1, products, setting.compute, setting.accelerator)
     for _ in range(setting.window):
@@ -124,7 +124,7 @@ def _seconds(function: Callable[[], None]) -> float:
 
 @contextmanager
 def _paused(pids: Sequence[int]) -> Iterator[None]:
-    """Stop processes for a while from now on; they run again at the end at the latest."""
+    """Stop processes for a while, starting now; resume them on exit at the latest."""
 
     def resume() -> None:
         for pid in pids:
@@ -144,7 +144,7 @@ def _paused(pids: Sequence[int]) -> Iterator[None]:
 
 
 def _of_ranks(setting: Setting, contender: Contender, seed: int, ranks: ProcessPoolExecutor) -> float:
-    """Return the milliseconds of a step of the slowest rank, where each has its process on this host."""
+    """Return the step time of the slowest rank in milliseconds, with one process per rank on this host."""
     count = setting.steps(COMPUTE)
     begun = [
         ranks.submit(
@@ -157,7 +157,7 @@ def _of_ranks(setting: Setting, contender: Contender, seed: int, ranks: ProcessP
 
 
 def train_rank(name: str, config: Config, ranks: Ranks, unit: float, seed: int, count: int, window: int) -> float:
-    """Train in a process of its own, on a device of its own where there are several; return milliseconds of a step."""
+    """Train in a separate process, with one device per rank if possible; return milliseconds per step."""
     (together,) = shared_here()
     accelerator = find(ranks.rank)
     compute = Compute(accelerator, unit)

@@ -1,4 +1,4 @@
-"""The picture of measurement 2: copies and computation of a few steps on one timeline."""
+"""Plot of measurement 2: copies and computation of a few steps on one timeline."""
 
 from __future__ import annotations
 

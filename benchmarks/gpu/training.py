@@ -1,4 +1,4 @@
-"""The training loop that all contenders feed: a transform on the device, and matrix products for a given time."""
+"""The training loop that consumes the batches of all contenders: a transform on the device, and matrix products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu.accelerator import Accelerator
 from benchmarks.gpu.data import ROWS, Source, rows
 
 Batch = Sequence[Any]
-"""Images and row numbers."""
+"""Pair of images and row numbers."""
 WARM_UP_SECONDS: Final = 0.5
 VERIFIED: Final = 3
 """Batches of each contender that are compared with the dataset."""
@@ -32,23 +32,23 @@ class Compute:
     def __init__(self, accelerator: Accelerator, unit: float | None = None) -> None:
         side = 4096 if accelerator.is_gpu else 256
         self._accelerator = accelerator
-        # random numbers: a GPU multiplies zeros faster
+        # random values, because a GPU multiplies zeros faster
         self._factors = [torch.randn(side, side, device=accelerator.device).to(accelerator.dtype) for _ in range(2)]
         self._product = torch.empty_like(self._factors[0])
         self.unit = self._calibrate() if unit is None else unit
 
     def products(self, milliseconds: float) -> int:
-        """Return how many products take that time."""
+        """Return the number of products that take `milliseconds`."""
         return max(1, round(milliseconds / self.unit)) if milliseconds else 0
 
     def run(self, products: int) -> None:
-        """Enqueue so many products."""
+        """Submit `products` products to the current stream."""
         for _ in range(products):
             torch.mm(*self._factors, out=self._product)
 
     def _calibrate(self) -> float:
         began = time.perf_counter()
-        while time.perf_counter() - began < WARM_UP_SECONDS:  # clocks rise under load
+        while time.perf_counter() - began < WARM_UP_SECONDS:  # the clock frequency rises under load
             self.run(10)
             self._accelerator.synchronize()
         times = []
@@ -62,7 +62,7 @@ class Compute:
 
 
 def to_float(batch: Batch, dtype: Any) -> tuple[Any, Any]:
-    """Return a batch with images between 0 and 1, as networks take them."""
+    """Return a batch with images scaled to 0 to 1, as networks expect them."""
     images, numbers = batch
     return images.to(dtype).div_(255), numbers
 
@@ -70,7 +70,7 @@ def to_float(batch: Batch, dtype: Any) -> tuple[Any, Any]:
 def take_steps(batches: Iterator[Batch], count: int, products: int, compute: Compute, accelerator: Accelerator) -> None:
     """Train for `count` steps; the host is at most one step ahead of the device, as with a loss that is logged.
 
-    Returns when the device is done.
+    Returns after the device has finished.
     """
     previous = None
     for _ in range(count):
@@ -113,4 +113,4 @@ def check(batches: Iterator[Batch], expected: Sequence[Sequence[int]] | None, ac
 
 
 Begin = Callable[[int], Iterator[Batch]]
-"""Begins an epoch in the order of a seed."""
+"""Starts an epoch in the order of a seed."""
