@@ -1,4 +1,4 @@
-"""Attacks on authorization: a token for one dataset, a revoked token, and routes that forget to ask."""
+"""Attacks on authorization: a token for one dataset, a revoked token, and routes without authorization."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_request_that_waits_is_authorized_for_the_loader_that_it_finds(
 def test_a_websocket_that_waits_is_authorized_for_the_loader_that_it_finds(
     start_server: StartServer, table: TokenTable
 ) -> None:
-    """As over HTTP: each message of a WebSocket is authorized for the loader as it is then."""
+    """Each message of a WebSocket is authorized for the loader that exists when it is processed, as over HTTP."""
     attacker, owner = table.add("attacker", "read:numbers"), table.add("owner")
     limit = ("--limit", "max_requests_per_second=4")
     server = start_server(f"{HOSTED}numbers", f"{HOSTED}many", "--num-workers", "1", "--tokens", table.write(), *limit)
@@ -106,7 +106,7 @@ def test_a_websocket_that_waits_is_authorized_for_the_loader_that_it_finds(
 
 
 def test_each_message_of_a_websocket_is_authorized_for_its_loader(start_server: StartServer, table: TokenTable) -> None:
-    """A token that loses the dataset's scope while its connection is open gets nothing more of it."""
+    """A token that loses the dataset's scope receives no further batches on its open connection."""
     table.add("owner")
     token = table.add("first")
     server = start_server(f"{HOSTED}numbers", f"{HOSTED}many", "--num-workers", "1", "--tokens", table.write())
@@ -126,7 +126,7 @@ def test_each_message_of_a_websocket_is_authorized_for_its_loader(start_server: 
 def blocked(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
 ) -> ServerProcess:
-    """A server whose dataset `slow` never gives a sample, with a token `first`."""
+    """Run a server whose dataset `slow` never returns a sample, with a token `first`."""
     monkeypatch.setenv("GATE", str(tmp_path / "authenticator"))
     table.add("other")
     table.add("first")
@@ -146,7 +146,7 @@ def revoke(server: ServerProcess, table: TokenTable) -> None:
 def test_a_request_that_waits_for_a_batch_ends_when_its_token_is_revoked(
     blocked: ServerProcess, table: TokenTable, path: str
 ) -> None:
-    """It is answered with 401 at once, not when the batch is there: this one never is."""
+    """The request gets status 401 immediately, although its batch is never computed."""
     token = table.secrets["first"]
     with client_of(blocked.url, token) as client, Raw(blocked.url) as waiting:
         key = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1}).json()["key"]
@@ -158,7 +158,7 @@ def test_a_request_that_waits_for_a_batch_ends_when_its_token_is_revoked(
 
 @pytest.mark.parametrize("path", ["/stats/stream?interval=60", "/v1/loaders/{key}/epochs/0/batches?start=0&stop=3"])
 def test_a_stream_ends_when_its_token_is_revoked(blocked: ServerProcess, table: TokenTable, path: str) -> None:
-    """It is broken off at once, though its next part would come much later."""
+    """The server closes the stream immediately, long before its next part is due."""
     token = table.secrets["first"]
     with client_of(blocked.url, token) as client, Raw(blocked.url) as waiting:
         key = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1}).json()["key"]
@@ -169,7 +169,7 @@ def test_a_stream_ends_when_its_token_is_revoked(blocked: ServerProcess, table: 
 
 
 def test_an_idle_websocket_ends_when_its_token_is_revoked(blocked: ServerProcess, table: TokenTable) -> None:
-    """It is told why, and closed, with a request that waits and without one."""
+    """The server sends the reason and closes the WebSocket, with or without a pending request."""
     token = table.secrets["first"]
     with client_of(blocked.url, token) as client:
         key = client.post("/v1/loaders", json={"dataset": "slow", "batch_size": 1}).json()["key"]
@@ -199,7 +199,7 @@ def test_a_token_that_is_revoked_while_the_body_arrives_gets_nothing(blocked: Se
 def test_a_token_ends_what_waits_when_it_expires(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
 ) -> None:
-    """As when it is revoked, without a change of the file."""
+    """A pending request ends when its token expires, without a change of the token file."""
     monkeypatch.setenv("GATE", str(tmp_path / "authenticator"))
     expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 20))
     token = table.add("first", expires=expires)
@@ -213,7 +213,7 @@ def test_a_token_ends_what_waits_when_it_expires(
 def test_a_loader_in_the_servers_process_ends_with_the_scope_admin(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
 ) -> None:
-    """The scope is checked at each use, and what waits ends: loading there holds up all clients."""
+    """Each use of an in-process loader checks the scope `admin`; losing the scope ends its pending requests."""
     monkeypatch.setenv("GATE", str(tmp_path / "gate"))
     token = table.add("first", "admin")
     server = start_server(
@@ -236,7 +236,7 @@ def test_a_loader_in_the_servers_process_ends_with_the_scope_admin(
         (tmp_path / "gate").touch()
 
 
-# -- what is told of whom
+# -- visibility of other users' data
 
 
 def test_stats_tell_consumers_of_different_tokens_apart(start_server: StartServer, table: TokenTable) -> None:
@@ -282,11 +282,11 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("GET", "/dashboard/{name:path}"): (Route, "unchecked"),
     ("HEAD", "/dashboard/{name:path}"): (Route, "unchecked"),
 }
-"""Each route, its class, and what its endpoint needs. `test_each_route_refuses` tries each that needs something."""
+"""Class and required scope of each route; `test_each_route_refuses` tests each route with a required scope."""
 
 
 def bypasses(app: FastAPI) -> list[str]:
-    """Routes of an application that are not in `ROUTES`, or are of another class or need something else."""
+    """Return the routes that are not in `ROUTES`, or differ from it in their class or required scope."""
     found = []
     for route in routes(app.router.routes):
         for method in sorted(getattr(route, "methods", None) or {"WEBSOCKET"}):
@@ -298,7 +298,7 @@ def bypasses(app: FastAPI) -> list[str]:
 
 
 def routes(listed: list[Any]) -> Iterator[Any]:
-    """All routes, those of included routers too."""
+    """Return all routes, including those of included routers."""
     for route in listed:
         inner = getattr(route, "original_router", None)
         if inner is None:
@@ -315,7 +315,7 @@ def app() -> FastAPI:
 
 
 def test_all_routes_are_known(app: FastAPI) -> None:
-    """Each route of the server is in `ROUTES`, and nothing else is."""
+    """`ROUTES` contains exactly the routes of the server."""
     assert bypasses(app) == []
     served = {
         (method, route.path)
@@ -326,7 +326,7 @@ def test_all_routes_are_known(app: FastAPI) -> None:
 
 
 async def leak() -> str:
-    """An endpoint that asks nobody."""
+    """Return a response without authorization."""
     return "samples"
 
 
@@ -348,7 +348,7 @@ async def plain(scope: Any, receive: Any, send: Any) -> None:
     ids=["a route", "a known path", "a guarded route", "a plain route", "an application", "a WebSocket"],
 )
 def test_a_new_route_is_found(app: FastAPI, route: Any) -> None:
-    """A route that somebody adds fails `test_all_routes_are_known` until it is added to `ROUTES`, and so is tried."""
+    """A new route fails `test_all_routes_are_known` until it is added to `ROUTES`, so that it is tested."""
     app.router.routes.append(route)
     assert bypasses(app) != []
 
@@ -373,7 +373,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Toke
 
 
 def status_of(url: str, token: str | None, method: str, path: str, key: str) -> int:
-    """The status of a request for a dataset `many`, or for a loader of it."""
+    """Return the status of a request for a dataset `many`, or for a loader of it."""
     filled = path.format(name="many", key=key, epoch=0, k=0) + ("?start=0&stop=1" if path.endswith("batches") else "")
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     if method == "WEBSOCKET":
@@ -388,7 +388,7 @@ def websocket_status(url: str, key: str, headers: dict[str, str]) -> int:
     """The status of a refusal, by the response or by a message; 200 for a batch."""
     try:
         with stream(url, key, **headers) as socket:
-            with suppress(ConnectionClosed):  # what it has said before is received all the same
+            with suppress(ConnectionClosed):  # earlier messages are still received
                 socket.send(msgpack.packb([0, 0, 1]))
             message = socket.recv(30)
             status: int = json.loads(message)["status"] if isinstance(message, str) else 200
@@ -402,7 +402,7 @@ GUARDED = [(method, path) for (method, path), (_, need) in ROUTES.items() if nee
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
 def test_each_route_refuses(served: tuple[str, TokenTable, dict[str, str]], method: str, path: str) -> None:
-    """Without a token, and with one for another dataset or another scope; a session is unknown to other tokens."""
+    """Routes reject requests without a token, with a token for another dataset or scope, and for foreign sessions."""
     url, table, keys = served
     need = ROUTES[method, path][1]
     assert status_of(url, None, method, path, keys["loader"]) == 401

@@ -37,7 +37,7 @@ from tests.raw import HOST, Raw
 REFERENCE: Final = 500_000
 """Integers whose addition takes as much CPU time as a callback may."""
 ATTEMPTS: Final = 5
-"""A message counts as the best of so many attempts: what else happens in this process only adds to one."""
+"""Attempts per message; the fastest counts, because other work in this process only adds time."""
 KIB: Final = 1024
 
 
@@ -99,7 +99,7 @@ class Measured:
         """Return the CPU time of the longest callback relative to that of the reference; the best of some attempts."""
         found = []
         gc.collect()
-        gc.disable()  # a collection goes through all that the tests have made
+        gc.disable()  # a collection would traverse all objects of the tests
         try:
             for _ in range(ATTEMPTS):
                 self.longest = 0.0
@@ -117,7 +117,7 @@ class Measured:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Measured]:
-    """One for all tests."""
+    """Run one server for all tests."""
     with Measured() as measured:
         yield measured
 
@@ -145,12 +145,12 @@ HEADS: Final[dict[str, bytes]] = {
         ]
     },
 }  # fmt: skip
-"""Requests that are a head of almost 64 KiB."""
+"""Requests with a head of almost 64 KiB."""
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_does_not_hold_the_event_loop(server: Measured, name: str) -> None:
-    """Whatever it is made of, and whether it is answered or refused."""
+    """Parsing a large request head takes less than 10 ms, whether the request is accepted or rejected."""
 
     def attempt() -> None:
         with Raw(server.url) as client:
@@ -197,12 +197,12 @@ SPECS: Final[dict[str, bytes]] = {
     }).encode(),
     "digits": b'{"dataset": "numbers", "seed": ' + b"9" * MANY + b"}",
 }  # fmt: skip
-"""BodyReader of registrations, of almost 1 MiB."""
+"""Bodies of registrations, of almost 1 MiB."""
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_spec_does_not_hold_the_event_loop(server: Measured, name: str) -> None:
-    """Whatever it is made of; each is refused with 4xx."""
+    """Rejecting a large spec of any content with 4xx takes less than 10 ms."""
 
     def attempt() -> None:
         answer = httpx.post(f"{server.url}/v1/loaders", content=SPECS[name], trust_env=False)
@@ -252,7 +252,7 @@ LISTS: Final[dict[str, Callable[[str], bytes]]] = {
     "a name that is a list": lambda key: in_frame({**HEADER, "loader": [[]] * (500 * KIB)}),
     "nested": lambda key: in_frame(None, msgpack.packb(HEADER)[:-1] + b"\x91" * (500 * KIB)),
 }
-"""BodyReader that list indices, or seem to, for a loader's key."""
+"""Functions that return a body with an index list, valid or not, for a loader's key."""
 
 
 def in_frame(header: Any, raw: bytes | None = None) -> bytes:
@@ -279,7 +279,7 @@ def own_order(server: Measured, dataset: str) -> Iterator[str]:
 @pytest.mark.parametrize("dataset", ["numbers", "anything"])
 @pytest.mark.parametrize("name", LISTS)
 def test_index_lists_do_not_hold_the_event_loop(server: Measured, name: str, dataset: str) -> None:
-    """By HTTP, where they may be long; each gets an answer, which may be the failure of a batch."""
+    """Processing a long index list over HTTP takes less than 10 ms; its response may be the failure of a batch."""
     with own_order(server, dataset) as key:
         body = LISTS[name](key)
 
@@ -308,7 +308,7 @@ def test_messages_do_not_hold_the_event_loop(server: Measured, name: str, datase
 
 @pytest.mark.parametrize("value", [[[]] * (250 * KIB), [1] * (250 * KIB), [0, 0, "x" * 250 * KIB], {"a": 1}])
 def test_a_range_does_not_hold_the_event_loop(server: Measured, value: object) -> None:
-    """An ask for batches of the plan, which is three ints, by what is none."""
+    """Processing a WebSocket message that is not a valid range of three ints takes less than 10 ms."""
     key = server.register(dataset="numbers")
 
     def attempt() -> None:
@@ -346,7 +346,7 @@ def test_many_consumers_do_not_hold_the_event_loop(crowded: Measured, path: str)
 
 
 def _rest(socket: Any) -> None:
-    """All that comes until one batch has come, or the connection is closed."""
+    """Receive until one batch has arrived or the connection is closed."""
     try:
         while isinstance(socket.recv(30), str):
             pass

@@ -78,7 +78,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def trainer(server: ServerProcess) -> Iterator[Trainer]:
-    """One for all tests."""
+    """Run one training process for all tests."""
     made = Trainer(server.url)
     yield made
     made.stop()
@@ -86,7 +86,7 @@ def trainer(server: ServerProcess) -> Iterator[Trainer]:
 
 @pytest.fixture(autouse=True)
 def undisturbed(server: ServerProcess, trainer: Trainer) -> Iterator[None]:
-    """Whatever the test does, another client gets each of its batches, and soon; and the server is as before."""
+    """Check that another client receives every batch in time during the test, and that the server has not changed."""
     eventually(lambda: trainer.batches or trainer.error)
     process = psutil.Process(server.pid)
     files = process.num_fds()
@@ -102,7 +102,7 @@ def undisturbed(server: ServerProcess, trainer: Trainer) -> Iterator[None]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    """One that says what it likes."""
+    """Return an HTTP client for arbitrary requests."""
     with httpx.Client(base_url=server.url, timeout=30) as made:
         yield made
 
@@ -191,7 +191,7 @@ def test_invalid_specs_are_rejected(client: httpx.Client, field: tuple[str, Any]
     ids=lambda body: f"{body[:12]!r} {len(body)}",
 )  # fmt: skip
 def test_bodies_other_than_specs_are_rejected(client: httpx.Client, body: bytes) -> None:
-    """Whatever their nesting and content."""
+    """Registrations whose body is not a valid spec are rejected, whatever its nesting and content."""
     _is_refused(client.post("/v1/loaders", content=body))
 
 
@@ -206,7 +206,7 @@ def test_bodies_other_than_specs_are_rejected(client: httpx.Client, body: bytes)
     ids=lambda path: path[-24:],
 )  # fmt: skip
 def test_invalid_batch_addresses_are_rejected(client: httpx.Client, path: str) -> None:
-    """With a 4xx status; the server does not count up to large numbers."""
+    """Invalid batch IDs are rejected with a 4xx status; the server does not count up to large numbers."""
     key = client.post("/v1/loaders", json={"dataset": "numbers", "batch_size": 4}).json()["key"]
     _is_refused(client.get("/v1/loaders/" + path.replace("{k}", key)))
 
@@ -261,7 +261,7 @@ def hostile_lists(key: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", hostile_lists("0" * 32))
 def test_invalid_index_lists_are_rejected(client: httpx.Client, own_order: str, name: str) -> None:
-    """With a 4xx status, or with a failure of that batch."""
+    """Invalid index lists are rejected with a 4xx status, or result in a failure of their batch."""
     body = hostile_lists(own_order)[name]
     response = client.post(f"/v1/loaders/{own_order}/epochs/0/batches?start=0", content=body)
     if response.status_code == 200:
@@ -273,7 +273,7 @@ def test_invalid_index_lists_are_rejected(client: httpx.Client, own_order: str, 
 
 
 def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, own_order: str) -> None:
-    """Rejected with 413 before the body is sent if its size is stated, else at the first frame that is too large."""
+    """Long lists are rejected with 413: before the body if it declares its size, else at the first large frame."""
     path = f"POST /v1/loaders/{own_order}/epochs/0/batches?start=0 HTTP/1.1\r\n".encode() + HOST
     with Raw(server.url) as stated, Raw(server.url) as chunked:
         stated.send(path + b"Content-Length: 800000000\r\n\r\n")
@@ -289,7 +289,7 @@ def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, 
 
 
 def test_the_memory_of_all_bodies_is_limited(server: ServerProcess, own_order: str) -> None:
-    """Also if clients never complete their bodies."""
+    """The memory of all request bodies is limited, even if clients never complete them."""
     path = f"POST /v1/loaders/{own_order}/epochs/0/batches?start=0 HTTP/1.1\r\n".encode() + HOST
     lists = index_lists(own_order, 7, 2**20)
     with contextlib.ExitStack() as stack:

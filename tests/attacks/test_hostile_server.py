@@ -28,13 +28,13 @@ from tests.conftest import ROOT
 
 MIB = 2**20
 SOON = 30.0
-"""Seconds in which each of these must have ended, on a busy machine: without an end it would be never."""
+"""Time limit in seconds for each error on a busy machine; without an error, a test would run forever."""
 CONTROL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e"
-"""A terminal would change its title and colour, be cleared, and show what follows from right to left."""
+"""Control characters that change a terminal's title and color, clear it, and reverse the following text."""
 
 
 def iterate(answer: Answer, info: dict[str, Any] = INFO, **options: Any) -> BaseException:
-    """What a client raises that iterates over what the server answers."""
+    """Return the exception that a client raises when it iterates over the server's responses."""
     with fake_server(answer, info) as url:
         dataset = RemoteDataset(url, reconnect_timeout=0.3, stall_timeout=0.4)
         loader = DataLoader(dataset, 1, seed=0, output="numpy", **options)
@@ -48,7 +48,7 @@ def iterate(answer: Answer, info: dict[str, Any] = INFO, **options: Any) -> Base
 
 
 def is_harmless(text: str) -> bool:
-    """Whether a terminal shows it, and obeys nothing."""
+    """Return True if a text contains no control characters for a terminal except newlines."""
     return all(letter.isprintable() or letter == "\n" for letter in text)
 
 
@@ -58,7 +58,7 @@ def write(*pieces: bytes) -> Callable[[socket.socket], None]:
 
 
 def endless(piece: bytes, start: bytes = b"") -> Callable[[socket.socket], None]:
-    """Writes for as long as anybody reads."""
+    """Send data until the client disconnects."""
 
     def send(to: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ def endless(piece: bytes, start: bytes = b"") -> Callable[[socket.socket], None]
 
 
 def dripping(text: bytes) -> Callable[[socket.socket], None]:
-    """Writes a byte now and then, always before a client would take the silence for the end."""
+    """Send one byte at a time, each just before the client's timeout would expire."""
 
     def send(to: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -110,13 +110,13 @@ OK = b"HTTP/1.1 200 OK\r\n"
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_ends_in_an_error(attack: Callable[[socket.socket], None]) -> None:
-    """Whatever its head, its size or its pace: no batch, no hang."""
+    """A response with an invalid head, size or pace results in an error, without a batch and without hanging."""
     assert isinstance(iterate(lambda _: attack), ServerUnavailable | ProtocolError)
 
 
 @pytest.mark.parametrize("to", ["http://{other}/v1/datasets", "file:///etc/passwd", "//{other}/", "gopher://x"])
 def test_redirects_are_not_followed(to: str) -> None:
-    """Neither for batches nor for anything else: another host must not be asked, and must not be shown a token."""
+    """The client follows no redirects: another host must receive neither requests nor the token."""
     asked: list[str] = []
 
     def elsewhere(connection: socket.socket, path: str) -> None:
@@ -139,7 +139,7 @@ def test_redirects_are_not_followed(to: str) -> None:
 
 @contextlib.contextmanager
 def raw_server(handle: Callable[[socket.socket, str], object]) -> Iterator[str]:
-    """A server whose answers are written by `handle`, which is given the path; each connection is closed then."""
+    """Run a server on which `handle` writes the response for a path; each connection is closed afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve(connection: socket.socket) -> None:
@@ -158,7 +158,7 @@ def raw_server(handle: Callable[[socket.socket, str], object]) -> Iterator[str]:
 
 
 def answered(body: bytes, head: bytes = b"") -> bytes:
-    """An answer of 200."""
+    """Return a response with status 200."""
     return OK + head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -176,7 +176,7 @@ def answered(body: bytes, head: bytes = b"") -> bytes:
          "object", "number list", "nothing"],
 )  # fmt: skip
 def test_a_list_of_datasets_that_is_none_ends_in_an_error(attack: Callable[[socket.socket], None]) -> None:
-    """Whatever stands there in its place."""
+    """An invalid list of datasets results in an error, whatever its content."""
     began = time.monotonic()
     with raw_server(lambda connection, _: attack(connection)) as url, pytest.raises(TeleloaderError) as raised:
         RemoteDataset(url, "data", reconnect_timeout=0, stall_timeout=0.4)
@@ -190,10 +190,10 @@ REGISTERED = json.dumps([INFO]).encode()
 @pytest.mark.parametrize("media_type", ["application/vnd.teleloader.frame+msgpack", "application/json", ""])
 @pytest.mark.parametrize(("path", "limit"), [("/v1/datasets", 4 * MIB), ("/v1/loaders", MIB), ("/healthz", MIB)])
 def test_a_response_is_bounded_by_what_was_requested(path: str, limit: int, media_type: str) -> None:
-    """A response to a control request may have as many bytes as the client expects of it, whatever its media type.
+    """The size of a control response is limited to what the client expects, whatever its media type.
 
-    A list of datasets may have 4 MiB, a registration 1 MiB, and of a health check nothing is kept. The error of a
-    longer one is short, and the connection is closed.
+    A list of datasets may have 4 MiB, a registration 1 MiB, and the body of a health check is discarded. The error for
+    a longer response is short, and the connection is closed.
     """
     sent: list[int] = []
     closed = threading.Event()
@@ -243,7 +243,7 @@ def test_a_dataset_that_cannot_be_is_refused(field: tuple[str, Any]) -> None:
 
 
 def test_texts_of_problems_are_harmless() -> None:
-    """What a server gives as a reason is a sentence, and no order to the terminal."""
+    """Error messages contain the server's reason as short text without control characters."""
     for status in (404, 422, 500, 503):
         body = json.dumps({"code": "InvalidSpec", "detail": f"no {CONTROL} such\nthing" + "x" * 10**5}).encode()
         problem = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
@@ -278,7 +278,7 @@ def failing(type_name: str, text: str = "it broke") -> Answer:
     ids=lambda name: name[:20].encode().hex() if not name[:20].isprintable() else name[:20],
 )  # fmt: skip
 def test_exceptions_that_would_end_a_program_are_not_raised(name: str) -> None:
-    """Only builtin exceptions that programs handle, and those of teleloader; nothing is called or imported."""
+    """Only ordinary builtin exceptions and those of teleloader are raised; nothing is called or imported."""
     assert type(iterate(failing(name))) is RemoteError
 
 
@@ -323,7 +323,7 @@ def heavy(request: Request) -> bytes:
 
 
 def bomb(compression: str) -> Answer:
-    """A small frame whose array unpacks to much more than it declares, or than is allowed."""
+    """Return a small frame whose array unpacks to more bytes than it declares, or than the limit."""
 
     def answer(request: Request) -> bytes:
         zeros = bytes(64 * MIB)
@@ -337,7 +337,7 @@ def bomb(compression: str) -> Answer:
 
 
 def declaring(dtype: str, shape: list[Any]) -> Answer:
-    """A frame that says that it has an array of that type and shape."""
+    """Return a frame that declares an array of the given type and shape."""
     return lambda request: crafted(request, described(request, {"array": [dtype, shape, "ndarray"]}), bytes(200), 9)
 
 
@@ -371,7 +371,7 @@ FRAMES: dict[str, Answer] = {
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_frames_that_are_none_end_in_an_error(name: str) -> None:
-    """Each is asked for again a few times; then the server is not believed any more."""
+    """The client requests a batch with an invalid frame a few times again, then raises an error."""
     error = iterate(FRAMES[name], max_batch_bytes=64 * MIB)
     assert isinstance(error, ServerUnavailable | ProtocolError), repr(error)
 
@@ -399,11 +399,11 @@ iterator.close() if hasattr(iterator, "close") else None
 """
 MOST = 8 * MIB
 BOUND = 4 + 3 * 2 + 8
-"""What docs/limits.md states, in parts of `max_batch_bytes`: what is held, what is under way, what is being decoded."""
+"""Bound in docs/limits.md, in multiples of `max_batch_bytes`: batches held, in transit and being decoded."""
 
 
 def grown(answer: Answer, mode: str, settled: Callable[[], bool] = lambda: True) -> int:
-    """Bytes by which a client grows that iterates over what the server answers."""
+    """Return the memory growth in bytes of a client that iterates over the server's responses."""
     info = {**INFO, "length": 10**6}
     with fake_server(answer, info, num_workers=10**6) as url:
         command = [sys.executable, "-W", "ignore", "-c", CLIENT, url, str(MOST), mode]
@@ -415,7 +415,7 @@ def grown(answer: Answer, mode: str, settled: Callable[[], bool] = lambda: True)
 
 
 def test_a_loop_that_pauses_is_not_filled_up() -> None:
-    """However large batches are, and however many workers the server says it has: in the end no more is asked for."""
+    """A client that pauses stops requesting batches, whatever their size and the server's number of workers."""
     sent: list[float] = []
 
     def answer(request: Request) -> bytes:
@@ -431,7 +431,7 @@ def test_a_loop_that_pauses_is_not_filled_up() -> None:
 
 
 def test_batches_that_unpack_to_much_are_counted_unpacked() -> None:
-    """Compressed though nobody asked for it: each is small on the wire."""
+    """The limit applies to the unpacked size of batches, even if they are compressed without being requested so."""
     sent: list[float] = []
     packed = zstandard.ZstdCompressor().compress(bytes(MOST - 2**16))
 
@@ -451,7 +451,7 @@ def test_batches_that_unpack_to_much_are_counted_unpacked() -> None:
 
 
 def test_headers_that_become_many_objects_are_bounded() -> None:
-    """The largest header that is read, made of what takes most memory."""
+    """The largest accepted header needs bounded memory, whatever its content."""
     count = 2**20 - 300
     lists = b"\xa4tree\xdd" + count.to_bytes(4, "big") + b"\x90" * count
 

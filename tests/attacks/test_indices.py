@@ -1,4 +1,4 @@
-"""Indices that clients choose: what reaches a dataset, and what a single one can break."""
+"""Indices from clients: which ones reach a dataset, and the effect of an invalid one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a server's dataset is, and writes down its indices."""
+    """Create the folder of the server's datasets, which log their indices there."""
     path = tmp_path_factory.mktemp("hosted")
     (path / "recording.py").write_text(RECORDING)
     (path / "loader.toml").write_text(
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ServerProcess]:
-    """A server of one dataset by the default rule, and by the other one."""
+    """Run a server with one dataset of the default index rule, and one of the other rule."""
     import os
 
     paths = os.pathsep.join([str(ROOT / "client"), str(ROOT / "server"), str(ROOT / "shared"), str(ROOT), str(folder)])
@@ -60,7 +60,7 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 
 def outcome(url: str, dataset: str, indices: Any, **spec: Any) -> Any:
-    """What a request for a batch of these indices gives: the batch, a failure, or the code of a refusal."""
+    """Request a batch of indices; return the batch, a failure, or the problem code of a rejection."""
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
         fields = {"dataset": dataset, "order": "client", "session": "s", "batch_size": 8, **spec}
         key = client.post("/v1/loaders", json=fields).raise_for_status().json()["key"]
@@ -93,14 +93,14 @@ def test_no_index_out_of_range_reaches_a_dataset(server: ServerProcess, folder: 
 
 @pytest.mark.parametrize("index", ["../../../../etc/hostname", 10**30, 1.5, None, True, (1, 2), b"x", [1]], ids=repr)
 def test_nothing_but_integers_reaches_a_dataset(server: ServerProcess, folder: Path, index: Any) -> None:
-    """Unless its configuration says so: anything else is refused with 422."""
+    """Indices other than integers are rejected with 422, unless the dataset's configuration allows them."""
     assert outcome(server.url, "strict", [index]) == "InvalidSpec"
     assert outcome(server.url, "strict", index, batch_size=None) == "InvalidSpec"
     assert reached(folder) == []
 
 
 def test_a_dataset_can_opt_in_to_any_index(server: ServerProcess, folder: Path) -> None:
-    """With `indices = "any"` all that a frame can hold reaches it."""
+    """With `indices = "any"`, a dataset receives every type of index that a frame can contain."""
     indices = ["a/b", -1, 10**30, (1, 2), None]
     assert outcome(server.url, "lenient", indices) == [str(index) for index in indices]
     assert reached(folder) == [repr(index) for index in indices]
@@ -117,7 +117,7 @@ def test_a_loader_raises_the_error_at_its_batch(server: ServerProcess) -> None:
 
 
 class Refusing:
-    """A dataset whose samples cannot be had."""
+    """Dataset whose samples all fail."""
 
     def __len__(self) -> int:
         return 10

@@ -1,4 +1,4 @@
-"""What a client may make a server do has limits, each of which is named where it is refused; others go on."""
+"""Limits on what a client can make a server do: a rejection names its limit, and other clients are not affected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKEN = "a-token-of-the-tests"
 
 
 class Numbers:
-    """0, 1, 2, ..., once a file is there, where a test says so."""
+    """Dataset of 0, 1, 2, ..., whose samples wait for a file if the test names one."""
 
     opened: Path | None = None
 
@@ -57,7 +57,7 @@ def iter_dataset() -> Any:
 
 @contextmanager
 def limited(**limits: Any) -> Iterator[tuple[str, httpx.Client]]:
-    """A server with such limits; where they are a principal's there is a token, for otherwise all are one."""
+    """Run a server with limits; a limit per principal needs a token, because clients without one share a principal."""
     token = TOKEN if any(name.endswith("_per_principal") for name in limits) else None
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     with (
@@ -158,7 +158,7 @@ def test_requests_beyond_the_rate_are_delayed_then_rejected() -> None:
             taken = time.monotonic() - began
         statuses = [response.status for response in responses]
         assert set(statuses) == {200, 429}
-        # those of a second at once, those of another one late, and those for which there was time meanwhile
+        # the burst of one second, the requests delayed by up to another second, and those that elapsed time allows
         assert 30 <= statuses.count(200) <= 20 + 20 + 20 * taken + 1
         refused = next(response for response in responses if response.status == 429)
         assert "max_requests_per_second" in refused.problem["detail"]
@@ -174,10 +174,10 @@ def test_a_remote_dataset_retries_requests_beyond_the_rate() -> None:
 
 
 def test_requests_without_a_token_are_limited_by_address() -> None:
-    """Paths that exist or not, probes and wrong tokens count together; another address has a rate of its own.
+    """Requests to any path, probes and invalid tokens count together; another IP address has its own rate.
 
-    Requests with a valid token are answered from an address whose rate is used up: a stranger behind the same proxy
-    keeps nobody out.
+    Requests with a valid token are accepted from an IP address that has exhausted its rate: a stranger behind the same
+    proxy does not lock out other users.
     """
     limits = ClientLimits(max_unauthenticated_requests_per_second=10)
     with serve(Numbers(), num_workers=0, token=TOKEN, limits=limits) as url, ExitStack() as stack:
@@ -212,7 +212,7 @@ def test_without_tokens_all_clients_are_one_principal() -> None:
 
 @pytest.mark.parametrize("query", ["a&" * 30_000, "start=0&stop=1&" + "x" * 5000])
 def test_query_strings_are_limited(query: str) -> None:
-    """Long ones are rejected before they are parsed."""
+    """Long query strings are rejected before they are parsed."""
     with limited() as (_, client):
         assert client.get(f"/stats?{query}").json()["code"] == "UriTooLong"
 
@@ -325,7 +325,7 @@ def test_docs_limits_lists_all_limits() -> None:
 
 
 def shown(name: str, value: float) -> str:
-    """How the page writes a number: of bytes, or of something else."""
+    """Return a value as docs/limits.md shows it: in KiB or MiB if it is a size or a rate of bytes."""
     for unit, size in (("MiB", 2**20), ("KiB", 2**10)) if name.endswith(("_bytes", "_rate")) else ():
         if value >= size and value % size == 0:
             return f"{value / size:g}" + unit

@@ -1,4 +1,4 @@
-"""Memory of a server while strangers and clients send 50 MB of what is never finished: it has a stated bound."""
+"""Memory bound of a server while clients, with and without tokens, send 50 MB of unfinished requests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ UNAUTHENTICATED = 16 * MIB
 HELD = 64 * MIB
 """Limit `max_buffered_request_bytes`, of which unfinished WebSocket messages may take a quarter."""
 ALLOCATOR = 24 * MIB
-"""Memory that the allocator and the event loop keep besides what is in use."""
+"""Memory that the allocator and the event loop keep in addition to memory in use."""
 TOKEN = "a-token-of-the-tests"
 AUTHORIZATION = f"Authorization: Bearer {TOKEN}\r\n".encode()
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server that requires a token. Each test has its own: memory that is kept hides what is taken again."""
+    """Run a server that requires a token, a new one for each test, because reused memory would hide growth."""
     tokens = tmp_path / "tokens.toml"
     tokens.touch(0o600)
     tokens.write_text(f'[trainer]\ntoken = "{TOKEN}"\nscopes = ["read", "stats"]\n')
@@ -63,7 +63,7 @@ class Attack:
         self._open.close()
 
     def send(self, connection: Callable[[], Raw], data: bytes) -> None:
-        """Send `data` on one connection after another until 50 MB were sent, then serve a client with a token."""
+        """Send `data` on one connection after another until 50 MB are sent, then serve a client with a token."""
         while self._left > 0:
             self._open.enter_context(connection()).send(data)
             self._left -= len(data)
@@ -134,7 +134,7 @@ def test_what_strangers_send_takes_a_bounded_memory(server: ServerProcess, kind:
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_messages_of_strangers_are_not_read(server: ServerProcess, kind: str) -> None:
-    """A WebSocket without a token is refused before a message of it is read."""
+    """A WebSocket without a token is rejected before the server reads a message from it."""
     key = registered(server.url)
     with Attack(server) as attack:
         attack.send(lambda: attack.websocket(key, b""), TRAINERS[kind])
@@ -143,7 +143,7 @@ def test_messages_of_strangers_are_not_read(server: ServerProcess, kind: str) ->
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_unfinished_messages_take_a_bounded_memory(server: ServerProcess, kind: str) -> None:
-    """50 MB of unfinished messages take at most a quarter of `max_buffered_request_bytes`, with a token too."""
+    """Unfinished messages, with a token too, use at most a quarter of `max_buffered_request_bytes`."""
     key = registered(server.url)
     with Attack(server) as attack:
         attack.send(lambda: attack.websocket(key, AUTHORIZATION), TRAINERS[kind])
