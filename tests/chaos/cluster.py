@@ -31,9 +31,9 @@ SHUTDOWN_GRACE: Final = 2.0
 START_TRIES: Final = 5
 TARGET: Final = "tests.chaos.dataset"
 WORKER_DESCRIPTORS: Final = 4
-"""What a server may hold of a worker."""
+"""Descriptors that a server may hold per worker."""
 MARK: Final = "TELELOADER_TESTS_CHAOS"
-"""Environment variable of all processes of a run, by which those that outlive it are found."""
+"""Environment variable of all processes of a run, which identifies those that outlive it."""
 
 CONFIG: Final = f"""
 [server]
@@ -50,7 +50,7 @@ collate = "{TARGET}:collate"
 
 
 class Host:
-    """A server's place: one port, one proxy, and the servers that follow one another there.
+    """One port and one proxy, with the servers that run there one after another.
 
     Args:
         config: The servers' configuration file.
@@ -63,11 +63,11 @@ class Host:
         self._proxy_seed = seed
         self._trouble: list[dict[str, Any]] = []
         self.lock = threading.RLock()
-        """Held by whoever ends the server or makes it stand still, until it is back."""
+        """Held while the server is stopped or suspended, until it runs again."""
         self.starts = 0
         self.server = self._start()
         self.baseline = sum(memory_of(self.processes()).values())
-        """Bytes that a server has before any client came."""
+        """Memory of the server in bytes before the first client."""
         self.descriptors = self._descriptors()
         self.proxy = FaultProxy(self.url, seed=seed)
 
@@ -84,13 +84,13 @@ class Host:
         return []
 
     def forkserver(self) -> psutil.Process | None:
-        """The process that forks the workers, if there is one now."""
+        """Return the process that forks the workers, or None."""
         with suppress(psutil.NoSuchProcess):
             return next(iter(psutil.Process(self.server.pid).children()), None)
         return None
 
     def workers(self) -> list[psutil.Process]:
-        """Those that there are now."""
+        """Return the current worker processes."""
         forkserver = self.forkserver()
         with suppress(psutil.NoSuchProcess):
             return [] if forkserver is None else forkserver.children()
@@ -115,7 +115,7 @@ class Host:
 
     @property
     def more_descriptors(self) -> int:
-        """How many more the server has than at its beginning, when its workers were about to start."""
+        """Return the number of open descriptors in excess of those at the start and those of the workers."""
         return max(0, self._descriptors() - self.descriptors - WORKERS * WORKER_DESCRIPTORS)
 
     @contextmanager
@@ -143,7 +143,7 @@ class Host:
             try:
                 return ServerProcess("--config", str(self._config), "--port", str(self._port))
             except AssertionError:
-                # somebody else on this machine may have the port for a moment
+                # another process may use the port for a moment
                 if not tries_left:
                     raise
                 time.sleep(0.5)
@@ -151,20 +151,20 @@ class Host:
 
 
 class Trainer:
-    """A consumer's place, and the processes that follow one another there."""
+    """One consumer, with the processes that run it one after another."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
         self.name = ROLES[orders.role].name
         self.lock = threading.RLock()
-        """Held by whoever kills it, until another process is in its place."""
+        """Held from a kill until a new process runs."""
         self._errors = Path(orders.history).with_suffix(".stderr")
         self._counting = threading.Lock()
         self._counted_to = self._batches = 0
         self.process = self._start()
 
     def kill_and_resume(self) -> bool:
-        """SIGKILL, and another process that goes on; False when it had ended by itself."""
+        """Send SIGKILL and start a process that resumes; return False if the process had already exited."""
         with self.lock:
             if self.process.poll() is not None:
                 return False
@@ -185,7 +185,7 @@ class Trainer:
 
     @property
     def errors(self) -> str:
-        """The end of what it wrote to stderr."""
+        """Return the end of the process's stderr."""
         return self._errors.read_text()[-4000:]
 
     @property
@@ -195,7 +195,7 @@ class Trainer:
         return history.read_text().splitlines() if history.exists() else []
 
     def batches(self) -> int:
-        """How many batches it was given up to now; reads what is new in its history."""
+        """Return the number of batches received so far, after reading new lines of the history."""
         history = Path(self.orders.history)
         with self._counting:
             if history.exists():

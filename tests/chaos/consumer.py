@@ -1,7 +1,7 @@
-"""A training process: loads epoch after epoch, appends what it is given to its history, saves its state each step.
+"""A training process: loads epochs, appends each batch to its history, and saves its state after each step.
 
-``python -m tests.chaos.consumer ORDERS``, where the orders are a JSON object with the fields of `Orders`. After SIGKILL
-a process with the same orders goes on from the saved state.
+``python -m tests.chaos.consumer ORDERS``, where ORDERS is a JSON object with the fields of `Orders`. After SIGKILL, a
+process with the same orders resumes from the saved state.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tests.chaos.roles import ROLES
 
 @dataclass(frozen=True)
 class Orders:
-    """What a consumer is told."""
+    """Settings of a consumer."""
 
     role: int
     urls: list[str]
     seed: int
     epochs: int | None
-    """How many; None goes on until it is told to stop."""
+    """Number of epochs; None continues until the stop file exists."""
     history: str
     state: str
     stop: str
-    """A file; when it is there, the epoch is finished and no further one begun."""
+    """Path of the stop file: once it exists, the consumer finishes its epoch and starts no other one."""
     reconnect_timeout: float
     stall_timeout: float
 
@@ -50,7 +50,7 @@ class Consumer:
         self._state = Path(orders.state)
 
     def run(self) -> None:
-        """Load until told otherwise."""
+        """Load epochs until the configured number or until the stop file exists."""
         orders = self._orders
         before = _open_now()
         loader = self._role.loader(orders.urls, orders.seed, orders.reconnect_timeout, orders.stall_timeout)
@@ -85,7 +85,7 @@ class Consumer:
             asked = time.monotonic()
 
     def _give_evidence(self, epoch: int, k: int, crc: int, batch: dict[str, Any]) -> None:
-        """Say what is wrong with a batch; the run judges by the history alone."""
+        """Describe a wrong batch on stderr; the outcome of the run depends only on the history."""
         time.sleep(1)
         moved = "" if digest(batch) == crc else ", and they change while they are looked at"
         difference = self._role.difference(self._orders.seed, epoch, k, batch)

@@ -1,4 +1,4 @@
-"""What the servers host: samples whose every byte is a function of their number, and of the seed of their batch."""
+"""Hosted dataset, in which every byte of a sample is a function of its index and of the seed of its batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 LENGTH: Final = 3000
 MAX_SIZE: Final = 8192
 DELAY: Final = 0.0005
-"""Seconds that a hosted sample takes: workers are at work when they are killed."""
+"""Seconds per hosted sample, so that workers are busy when they are killed."""
 
 
 class Samples:
@@ -41,7 +41,7 @@ class Samples:
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Arrays of different sizes, one after another."""
+    """Concatenate arrays of different sizes."""
     batch: dict[str, Any] = {
         "index": np.array([sample["index"] for sample in samples]),
         "size": np.array([len(sample["values"]) for sample in samples]),

@@ -1,4 +1,4 @@
-"""How each kind of fault is done to a cluster."""
+"""Injection of each kind of fault into a cluster."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.faults import proxy
 
 SLOW_LATENCY: Final = 0.15
 NARROW: Final = 512 * 1024
-"""Bytes a second of a narrow line."""
+"""Bandwidth of a slow connection, in bytes per second."""
 GREEDY_BATCH: Final = 256
-"""Samples of each batch that the greedy consumer asks for: a megabyte."""
+"""Samples per batch of the greedy consumer, about a megabyte."""
 GREEDY_CONNECTIONS: Final = 4
 
 
@@ -126,8 +126,8 @@ def _drop_connections(host: Host, fault: Fault) -> bool:
 
 
 def _fill_memory(host: Host, fault: Fault) -> bool:
-    """A consumer that asks for far more than it reads."""
-    # a seed of its own: nobody shares these batches
+    """Request far more batches than are read."""
+    # a separate seed: no consumer shares these batches
     spec = LoaderSpec(dataset="plain", batch_size=GREEDY_BATCH, seed=fault.seed, shuffle=True)
     sockets = []
     try:
@@ -167,7 +167,7 @@ def _send_garbage(host: Host, fault: Fault) -> bool:
     with suppress(OSError):
         for attempt in attempts:
             sockets.append(socket.create_connection(_address(host), timeout=2))
-            with suppress(OSError):  # refused in the middle of it: so it should be
+            with suppress(OSError):  # the server rejects the request while it is being sent, as expected
                 sockets[-1].sendall(attempt)
     for connection in sockets:
         connection.close()

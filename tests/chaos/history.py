@@ -1,12 +1,12 @@
-"""What a consumer was given, line by line, and whether it is exactly what it should have been.
+"""A consumer's record of its batches, and a checker that compares it with the expected batches.
 
-A history is a text file that a consumer appends to, a line at a time:
+A history is a text file to which a consumer appends lines:
 
-- ``begin EPOCH K`` - a process begins, or goes on from a saved state, at batch K;
+- ``begin EPOCH K`` - a process starts, or resumes from a saved state, at batch K;
 - ``batch EPOCH K CRC WAIT`` - the process's K-th batch of the epoch arrived, after WAIT seconds;
-- ``saved EPOCH K`` - the state was saved in which batch K is the next one;
-- ``end EPOCH`` - the iterator said that there are no more;
-- ``left FDS THREADS`` - at the process's end, what the loader has left of each.
+- ``saved EPOCH K`` - a state was saved whose next batch is K;
+- ``end EPOCH`` - the iterator ended;
+- ``left FDS THREADS`` - at the process's end, descriptors and threads that the loader did not release.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MAX_TOLD: Final = 10
-"""Violations that are described; all are counted."""
+"""Maximum number of described violations; all are counted."""
 
 
 @dataclass
 class Verdict:
-    """What a history shows."""
+    """Result of the check of a history."""
 
     batches: int = 0
     epochs: int = 0
-    """Epochs that went to their end."""
+    """Complete epochs."""
     lost: int = 0
     doubled: int = 0
     wrong: int = 0
-    """Batches with other bytes than they should have."""
+    """Batches with unexpected bytes."""
     misplaced: int = 0
-    """Ends, beginnings and batches of an epoch where there should be none."""
+    """Unexpected ends, beginnings and batches of an epoch."""
     resumed: int = 0
     repeated: int = 0
-    """Batches that came again after a resume, because the state was saved before them: as it should be."""
+    """Batches that arrived again after a resume from a state saved before them, which is correct."""
     left: int = 0
-    """Descriptors and threads that a process had more at its end than at its beginning."""
+    """Increase of a process's descriptors and threads from start to end."""
     worst_wait: float = 0.0
     told: list[str] = field(default_factory=list)
 
     @property
     def violations(self) -> int:
-        """How much is wrong."""
+        """Return the number of violations."""
         return self.lost + self.doubled + self.wrong + self.misplaced + self.left
 
     def tell(self, what: str) -> None:
@@ -64,7 +64,7 @@ class Checker:
         self._epoch = 0
         self._enter(0)
         self._place = 0
-        """The batch that must come next."""
+        """Number of the next expected batch."""
         self._saved = (0, 0)
         self._begun = False
 
@@ -87,7 +87,7 @@ class Checker:
                 raise ValueError(f"no line of a history: {line!r}")
 
     def finish(self) -> Verdict:
-        """There are no more lines."""
+        """Check the end of the history, after its last line."""
         if self._place:
             self._misplaced(f"the history ends at batch {self._place} of epoch {self._epoch}")
         return self.verdict
@@ -103,7 +103,7 @@ class Checker:
             self.verdict.resumed += 1
         self._begun = True
         if epoch == self._epoch + 1 and k == 0 and self._place == len(self._crcs):
-            self._end(self._epoch)  # it was ended before it could say that the epoch was over
+            self._end(self._epoch)  # the process ended before it recorded the end of the epoch
         elif not self._saved <= (epoch, k) <= reached:
             self._misplaced(f"begins at {(epoch, k)}: {self._saved} was saved, and {reached} reached")
             self._enter(epoch)
@@ -154,7 +154,7 @@ class Checker:
 
 
 def check(lines: Iterable[str], expected: Callable[[int], Sequence[int]]) -> Verdict:
-    """Compare a whole history with what it should have been."""
+    """Compare a whole history with the expected batches."""
     checker = Checker(expected)
     for line in lines:
         checker.read(line)

@@ -1,4 +1,4 @@
-"""What is shown of a run, while it lasts and at its end."""
+"""Output of a run, while it runs and at its end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.chaos.run import Outcome
 from tests.chaos.schedule import Kind
 
 LINE_EVERY: Final = 5.0
-"""Seconds between two lines where they cannot be written over each other."""
+"""Seconds between two lines if the output is not a terminal."""
 
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """A line that changes; lines one after another where the output is no terminal."""
+    """Yield a function that updates one line, or prints a line each time if the output is not a terminal."""
     if console.is_terminal:
         with console.status("starting") as status:
             yield lambda line: status.update(line)

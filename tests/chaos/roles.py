@@ -1,4 +1,4 @@
-"""The consumers: what each loads and how, and what it must be given, made of the data set itself without a server."""
+"""The consumers: the arguments of each loader, and its expected batches, computed from the dataset without a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.chaos import dataset
 
 
 class Strides:
-    """A sampler: every seventh sample, then those that are left, from a beginning that depends on the epoch."""
+    """Sampler that yields every seventh sample, then the others, from a start that depends on the epoch."""
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -45,7 +45,7 @@ class Role:
     name: str
     batch_size: int
     step: float
-    """Seconds that a training step takes."""
+    """Seconds per training step."""
     ranks: int = 1
     own_order: bool = False
     augmented: bool = False
@@ -70,7 +70,7 @@ class Role:
         ]
 
     def difference(self, seed: int, epoch: int, k: int, got: dict[str, Any]) -> str:
-        """In what a batch differs from what it should be."""
+        """Return the difference between a batch and the expected one as a text."""
         expected = self._batch(seed, epoch, k, self._order(seed, epoch)[k])
         return "; ".join(f"{name}: {_difference(array, got.get(name))}" for name, array in expected.items())
 

@@ -1,4 +1,4 @@
-"""One run: a cluster, the faults of a seed, and what came of it."""
+"""One run: a cluster, the faults of a seed, and the outcome."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tests.launcher import start_launcher
 RECONNECT_TIMEOUT: Final = 60.0
 STALL_TIMEOUT: Final = 2.0
 PATIENCE: Final = RECONNECT_TIMEOUT + 30
-"""Seconds after which a consumer that is given nothing hangs: it should have had an error long before."""
+"""Seconds without a batch after which a consumer counts as hanging, far beyond the time until an error."""
 LEAST_BATCHES: Final = 3
-"""Batches that each consumer is given before the first fault."""
+"""Batches that each consumer receives before the first fault."""
 RELEASE_TIME: Final = 10.0
-"""Seconds that a server has to close what belonged to clients that are gone."""
+"""Seconds in which a server must release the resources of disconnected clients."""
 LOG_LINES: Final = 60
 
 
 @dataclass
 class Memory:
-    """What one process, or a server with its workers, took."""
+    """Peak memory of one process, or of a server with its workers."""
 
     name: str
     peak: int
@@ -46,25 +46,25 @@ class Memory:
 
 @dataclass
 class Outcome:
-    """What came of a run."""
+    """Outcome of a run."""
 
     seed: int
     injected: Counter[Kind] = field(default_factory=Counter)
     missed: Counter[Kind] = field(default_factory=Counter)
-    """Faults whose target was not there."""
+    """Faults whose target was not running."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    """By consumer."""
+    """Results of the checks, by consumer."""
     memory: list[Memory] = field(default_factory=list)
     leftovers: dict[str, int] = field(default_factory=dict)
-    """By kind: processes, descriptors, files, threads."""
+    """Resources that were not released, by kind: processes, descriptors, files, threads."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong, in words."""
+    """Descriptions of the problems."""
     logs: list[str] = field(default_factory=list)
-    """The end of what each server said."""
+    """End of each server's log."""
 
     @property
     def failed(self) -> bool:
-        """Whether anything is wrong."""
+        """Return True if the run found a problem."""
         return bool(self.problems)
 
 
@@ -114,7 +114,7 @@ class _Storm:
         self._seconds: float | None = None
 
     def run(self, seconds: float | None) -> None:
-        """Until the time is over, or the consumers have loaded what they should; returns when they have ended."""
+        """Inject faults until the time is over or all epochs are loaded; return after the consumers have ended."""
         self._seconds = seconds
         self._await(lambda trainer: trainer.batches() >= LEAST_BATCHES, "waiting for the first batches")
         self._began = time.monotonic()
@@ -153,7 +153,7 @@ class _Storm:
         return True
 
     def _await(self, condition: Callable[[Trainer], bool], what: str) -> None:
-        """Wait for all consumers; those that hang are ended by the watch."""
+        """Wait for all consumers; the watch ends those that hang."""
         told = 0.0
         while not all(condition(trainer) or trainer.process.poll() is not None for trainer in self._cluster.trainers):
             time.sleep(0.1)
@@ -191,7 +191,7 @@ def _check_memory(cluster: Cluster, watch: Watch, outcome: Outcome) -> None:
 
 
 def _left_of_clients(cluster: Cluster, count: Callable[[Host], int]) -> int:
-    """What the servers still hold some time after all clients are gone."""
+    """Return the resources that servers still hold some time after all clients have disconnected."""
     deadline = time.monotonic() + RELEASE_TIME
     while (left := sum(map(count, cluster.hosts))) and time.monotonic() < deadline:
         time.sleep(0.1)

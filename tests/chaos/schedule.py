@@ -1,4 +1,4 @@
-"""Which faults happen when, and to whom: a pure function of a seed."""
+"""Schedule of faults and their targets: a pure function of a seed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Final
 SERVERS: Final = 2
 CONSUMERS: Final = 3
 GAPS: Final = (0.1, 1.0)
-"""Seconds between the beginnings of two faults."""
+"""Minimum and maximum time between the starts of two faults, in seconds."""
 MAX_AWAY: Final = 4.0
-"""Seconds for which a fault itself keeps a server away."""
+"""Maximum time in seconds for which a fault itself makes a server unavailable."""
 DOUBLE: Final = 0.3
-"""How often a server goes though the other one is not back yet."""
+"""Probability that a server becomes unavailable although the other one has not recovered."""
 
 
 class Kind(StrEnum):
-    """What can happen."""
+    """Kind of fault."""
 
     WORKER_KILL = "worker killed"
     WORKER_STOP = "worker stopped"
@@ -49,9 +49,9 @@ RETURN: Final = {
     Kind.SERVER_STOP: 1.0,
     Kind.STALL: 1.0,
 }
-"""The faults while which a server gives nothing, and in how many seconds after them it should be back."""
+"""Faults that make a server unavailable, and the seconds in which it should recover afterwards."""
 MAX_BOTH_AWAY: Final = MAX_AWAY + max(RETURN.values())
-"""Seconds for which there may be no server; the clients' reconnect_timeout must be longer."""
+"""Maximum time in seconds without any server; the clients' reconnect_timeout must be longer."""
 LASTING: Final = {
     Kind.WORKER_STOP: (1.0, 5.0),
     Kind.SERVER_KILL: (0.0, 3.0),
@@ -63,11 +63,11 @@ LASTING: Final = {
     Kind.STORM: (0.2, 1.0),
     Kind.MEMORY: (1.0, 4.0),
 }
-"""For how many seconds, where it is not over at once."""
+"""Minimum and maximum duration in seconds, for faults that are not instantaneous."""
 
 
 ROUND: Final = (*Kind, *[Kind.CONSUMER_KILL] * (CONSUMERS - 1))
-"""The faults that come in some order before they come in another one."""
+"""Faults that all occur, in random order, before any of them occurs again."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Fault:
     """One fault."""
 
     at: float
-    """Seconds after the beginning."""
+    """Seconds after the start of the run."""
     kind: Kind
     target: int
-    """Number of the server, or of the consumer."""
+    """Index of the server or consumer."""
     seconds: float
-    """How long it lasts."""
+    """Duration in seconds."""
     seed: int
-    """Decides what else there is to decide."""
+    """Seed of the fault's other random choices."""
 
     @property
     def who(self) -> str:
@@ -101,7 +101,7 @@ def faults(seed: int) -> Iterator[Fault]:
     """
     rng = random.Random(seed)
     back = [0.0] * SERVERS
-    """When each server should be there again."""
+    """Time at which each server should be available again."""
     now = 0.0
     while True:
         consumers = rng.sample(range(CONSUMERS), CONSUMERS)
@@ -121,5 +121,5 @@ def faults(seed: int) -> Iterator[Fault]:
 
 
 def plan(seed: int, seconds: float) -> list[Fault]:
-    """The faults of a seed that begin within so many seconds."""
+    """Return the faults of a seed that start within `seconds`."""
     return list(takewhile(lambda fault: fault.at <= seconds, faults(seed)))

@@ -1,4 +1,4 @@
-"""The checker finds what is wrong with a history, and nothing where nothing is."""
+"""The checker finds every violation in a history, and none in a correct one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ EPOCHS = 3
 
 
 def expected(epoch: int) -> list[int]:
-    """What the batches of an epoch are."""
+    """Return the checksums of an epoch's batches."""
     return [1000 * epoch + k for k in range(BATCHES)]
 
 
 def history(*orders: list[int], epoch: int = 0) -> list[str]:
-    """What a consumer writes whose epochs brought these batches."""
+    """Return the history of a consumer whose epochs brought these batches."""
     lines = [f"begin {epoch} 0"]
     for number, order in enumerate(orders, epoch):
         for k, batch in enumerate(order):
@@ -57,7 +57,7 @@ def test_a_right_history_has_nothing_wrong() -> None:
     ids=["lost", "first lost", "last lost", "doubled", "first at the end", "swapped", "half an epoch", "nothing"],
 )
 def test_what_is_lost_doubled_or_swapped_is_found(orders: list[list[int]], found: tuple[int, int, int, int]) -> None:
-    """And what comes after it is right again."""
+    """The checker finds lost, repeated and swapped batches, and accepts the batches after them."""
     verdict = check(history(*orders), expected)
     assert summary(verdict) == found
     assert verdict.violations
@@ -65,20 +65,20 @@ def test_what_is_lost_doubled_or_swapped_is_found(orders: list[list[int]], found
 
 
 def test_a_wrong_byte_is_found() -> None:
-    """A batch whose CRC is that of no batch, in its place."""
+    """A CRC that belongs to no batch of the epoch is a violation."""
     lines = [line.replace("batch 0 3 3 ", "batch 0 3 77 ") for line in history(WHOLE)]
     assert summary(check(lines, expected)) == (0, 0, 1, 0)
 
 
 def test_a_batch_of_another_epoch_is_a_wrong_one() -> None:
-    """Whatever it says of itself."""
+    """A batch of another epoch is a violation, even if its line names the right epoch."""
     lines = ["batch 0 2 1002 0.1" if line.startswith("batch 0 2 ") else line for line in history(WHOLE)]
     assert summary(check(lines, expected)) == (0, 0, 1, 0)
 
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_resumed_consumer_may_repeat_what_came_after_its_last_state(saved: bool) -> None:
-    """One batch, when it was killed between the batch and the state; and it goes on to the end."""
+    """A resumed consumer may repeat the one batch that arrived after its last saved state, and must reach the end."""
     whole = history(WHOLE)
     before = whole.index("saved 0 3")
     cut, place = (whole[: before + 1], 3) if saved else (whole[:before], 2)
@@ -89,7 +89,7 @@ def test_a_resumed_consumer_may_repeat_what_came_after_its_last_state(saved: boo
 
 @pytest.mark.parametrize("place", ["0 0", "0 1", "0 4", "1 0"])
 def test_a_resume_elsewhere_is_found(place: str) -> None:
-    """Before the saved state, or beyond what was reached."""
+    """A resume before the saved state, or beyond the last batch, is a violation."""
     assert check([*history(WHOLE)[:7], f"begin {place}"], expected).misplaced
 
 
@@ -102,7 +102,7 @@ def test_an_epoch_may_be_over_before_it_could_be_said() -> None:
 
 
 def test_an_end_in_mid_epoch_is_found() -> None:
-    """Batches that never came are lost however politely it ends."""
+    """Batches that are missing at a normal end of the epoch are violations."""
     assert check(history(WHOLE)[:-1], expected).violations
     assert check(history(WHOLE)[:5], expected).violations
 
@@ -113,7 +113,7 @@ def test_what_a_consumer_leaves_is_found() -> None:
 
 
 def test_any_change_of_a_history_is_found() -> None:
-    """A batch that is dropped, repeated, moved or changed, wherever it is."""
+    """A batch that is dropped, repeated, moved or changed is a violation at any position."""
     rng = random.Random(1)
     right = history(*[WHOLE] * EPOCHS)
     places = [number for number, line in enumerate(right) if line.startswith("batch")]

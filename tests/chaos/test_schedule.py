@@ -1,4 +1,4 @@
-"""What a seed says of the faults."""
+"""Properties of the schedule of a seed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ seeds = st.integers(0, 2**32)
 
 @given(seeds)
 def test_a_schedule_is_a_function_of_its_seed(seed: int) -> None:
-    """The same faults at the same times, and a longer run begins like a shorter one."""
+    """A seed always gives the same faults at the same times, and a longer run starts like a shorter one."""
     assert plan(seed, 60) == plan(seed, 60)
     assert plan(seed, 120)[: len(plan(seed, 60))] == plan(seed, 60)
 
 
 def test_seeds_differ() -> None:
-    """Each has a schedule of its own."""
+    """Different seeds give different schedules."""
     assert len({tuple(plan(seed, 30)) for seed in range(50)}) == 50
 
 
 def test_a_known_schedule() -> None:
-    """A seed that failed once means the same faults in later versions, or this test says that it does not."""
+    """A seed gives the same faults in later versions, so that failures can be reproduced; else this test fails."""
     assert [(fault.at, fault.kind, fault.target, fault.seconds) for fault in plan(1, 3)] == [
         (0.128, Kind.FORKSERVER_KILL, 0, 0.0),
         (1.073, Kind.MEMORY, 1, 2.144),
@@ -38,7 +38,7 @@ def test_a_known_schedule() -> None:
 
 @given(seeds)
 def test_every_kind_comes_before_one_comes_again(seed: int) -> None:
-    """And each consumer is killed once in that time."""
+    """Every kind of fault occurs, and each consumer is killed once, before any fault is repeated."""
     faults = plan(seed, 300)
     for start in range(0, len(faults) - len(ROUND), len(ROUND)):
         these = faults[start : start + len(ROUND)]
@@ -54,13 +54,13 @@ def test_there_is_a_server_often_enough(seed: int) -> None:
 
 
 def test_at_times_there_is_no_server() -> None:
-    """Or the runs would be too easy."""
+    """Schedules include times without any server."""
     assert max(_longest_without(plan(seed, 600)) for seed in range(10)) > 1
 
 
 @given(seeds)
 def test_a_server_that_is_away_is_not_sent_away_again(seed: int) -> None:
-    """It could not show that it comes back."""
+    """No fault makes a server unavailable before it has recovered from the previous one."""
     back = [0.0] * SERVERS
     for fault in plan(seed, 600):
         if fault.kind in RETURN:
@@ -70,7 +70,7 @@ def test_a_server_that_is_away_is_not_sent_away_again(seed: int) -> None:
 
 @given(seeds)
 def test_nothing_is_broken_at_a_server_that_is_away(seed: int) -> None:
-    """As long as the other one is there."""
+    """No other fault hits an unavailable server while the other server is available."""
     back = [0.0] * SERVERS
     for fault in plan(seed, 600):
         if fault.kind in RETURN:

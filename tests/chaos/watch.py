@@ -1,4 +1,4 @@
-"""What the processes of a run take while it lasts, and what they leave behind."""
+"""Monitoring of the memory that the processes of a run use, and of processes that outlive it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.chaos.cluster import MARK, MEMORY_BUDGET, Cluster, memory_of
 INTERVAL: Final = 0.5
 SLACK: Final = 64 * 2**20
 CLIENT_BOUND: Final = 192 * 2**20
-"""What a consumer may have: Python with NumPy and its window of batches."""
+"""Maximum memory of a consumer: Python with NumPy, and its prefetched batches."""
 LEAVE_TIME: Final = 10.0
-"""Seconds that processes have to be gone after the run."""
+"""Seconds in which processes must exit after the run."""
 
 _SHM = re.compile(r"/dev/shm/\S+")
 
 
 class Watch:
-    """Looks at a cluster again and again, in a thread of its own.
+    """Thread that samples a cluster repeatedly.
 
     Args:
-        cluster: What to look at.
-        patience: Seconds in which a consumer must be given something.
+        cluster: Cluster to sample.
+        patience: Seconds in which a consumer must receive a batch.
     """
 
     def __init__(self, cluster: Cluster, patience: float) -> None:
@@ -38,7 +38,7 @@ class Watch:
         self.server_peaks = [0] * len(cluster.hosts)
         self.client_peaks = [0] * len(cluster.trainers)
         self.hung: dict[str, str] = {}
-        """Consumers that were given nothing for too long, and where they hung."""
+        """Stack of each consumer that received no batch for too long."""
         self._given = [(0, time.monotonic())] * len(cluster.trainers)
         self._shared_files: set[str] = set()
         self._over = threading.Event()
@@ -54,7 +54,7 @@ class Watch:
 
     @property
     def server_bounds(self) -> list[int]:
-        """What a server with its workers may have."""
+        """Return the maximum memory of each server with its workers."""
         return [int(host.baseline + 1.5 * MEMORY_BUDGET + SLACK) for host in self._cluster.hosts]
 
     def files_left(self) -> list[str]:
@@ -92,7 +92,7 @@ class Watch:
 
 
 def processes_left(mark: str) -> list[str]:
-    """Processes of the run that are still there some time after it, apart from this one."""
+    """Return the processes of the run, except this one, that still exist some time after it."""
     deadline = time.monotonic() + LEAVE_TIME
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
