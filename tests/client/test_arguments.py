@@ -44,7 +44,7 @@ class Unsized:
 
 
 def arguments(dataset: Any = range(10), *, iterable: bool = False, cpus: int = 2, **changed: Any) -> Arguments:
-    """Arguments that are torch's defaults but for those given."""
+    """Return torch's default arguments, updated with the given ones."""
     return Arguments(dataset=dataset, iterable=iterable, cpus=cpus, **DEFAULTS | changed)
 
 
@@ -142,7 +142,7 @@ def test_what_has_a_wrong_type(changed: dict[str, Any], text: str) -> None:
     ids=label,
 )
 def test_what_is_accepted(changed: dict[str, Any]) -> None:
-    """Also what fails only in iter(), such as a prefetch_factor of 0, or a timeout without workers."""
+    """Arguments that torch accepts are accepted, including those that only fail in iter()."""
     check(arguments(**changed))
 
 
@@ -176,7 +176,7 @@ def test_as_many_workers_as_cpus() -> None:
 
 
 def outcome(make: Callable[[], object]) -> Outcome:
-    """What it raises, and what it warns of."""
+    """Return the exception that a call raises, and its warnings."""
     raised = None
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
@@ -188,7 +188,7 @@ def outcome(make: Callable[[], object]) -> Outcome:
 
 
 def datasets() -> list[tuple[Any, bool]]:
-    """Of each length and of none, and whether they are iterable-style."""
+    """Return datasets of several lengths and without one, and True for the iterable-style ones."""
     from torch.utils.data import IterableDataset
 
     class Stream(IterableDataset):  # type: ignore[misc, unused-ignore]
@@ -206,7 +206,7 @@ def datasets() -> list[tuple[Any, bool]]:
 
 
 def values() -> list[tuple[str, Any]]:
-    """Of each argument: good ones, bad ones, and some of a wrong type."""
+    """Return valid values, invalid values and values of wrong types for each argument."""
     import torch
     from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 

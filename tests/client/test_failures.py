@@ -19,12 +19,12 @@ def raised(type_name: str, message: str = "it broke", worker: int = 1) -> Except
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, IndexError, FileNotFoundError, ZeroDivisionError, MemoryError])
 def test_builtin_types_are_kept(kind: type[Exception]) -> None:
-    """So that `except ValueError` means what it meant."""
+    """Builtin exceptions keep their type, so that `except ValueError` catches them."""
     assert type(raised(kind.__name__)) is kind
 
 
 def test_the_text_is_torchs_and_more() -> None:
-    """Who caught it, the original traceback, and which batch it was."""
+    """The text has torch's form, the original traceback, and the batch that failed."""
     assert str(raised("ValueError")) == (
         "Caught ValueError in DataLoader worker process 1.\n"
         "Original Traceback (most recent call last):\n  ...\nValueError: it broke\n\n"
@@ -39,13 +39,13 @@ def test_a_key_error_keeps_its_lines() -> None:
 
 @pytest.mark.parametrize("name", ["UnicodeDecodeError", "StopIteration", "StopAsyncIteration"])
 def test_types_that_cannot_be_raised_with_a_text_are_runtime_errors(name: str) -> None:
-    """As torch does; a StopIteration would end the loop silently."""
+    """Such exceptions are raised as RuntimeError, as by torch; a StopIteration would end the loop silently."""
     assert type(raised(name)) is RuntimeError
 
 
 @pytest.mark.parametrize("name", ["PIL.UnidentifiedImageError", "os.system", "KeyboardInterrupt", "eval", "__import__"])
 def test_other_types_are_remote_errors(name: str) -> None:
-    """Nothing is imported, and nothing called, on a server's word."""
+    """Unknown types are raised as RemoteError; the client imports and calls nothing that a server names."""
     error = raised(name)
     assert isinstance(error, RemoteError)
     assert error.type == name

@@ -1,4 +1,4 @@
-"""collate_fn and worker_init_fn run on the server: which name stands for them there, and what is refused."""
+"""Names that represent collate_fn and worker_init_fn in the loader's spec, and functions that are rejected."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.client.fake_server import INFO, fake_server
 from tests.conftest import label, need
 
 Loader = type("Loader", (), {})
-"""Whose function it is."""
+"""Class whose name the error messages contain."""
 
 
 @pytest.fixture(params=["map", "iterable"])
 def info(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """A dataset that has functions of its own, and allows two more."""
+    """Return the description of a dataset that has its own functions and allows two more."""
     return {
         **INFO,
         "kind": request.param,
@@ -37,7 +37,7 @@ def info(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def dataset(info: dict[str, Any]) -> Iterator[RemoteDataset]:
-    """It, on another machine."""
+    """Yield the dataset, hosted on a fake server."""
     with fake_server(lambda request: 500, info) as url:
         yield RemoteDataset(url)
 
@@ -51,7 +51,7 @@ def served_here(dataset: RemoteDataset) -> Iterator[RemoteDataset]:
 
 
 def named(dataset: RemoteDataset, function: Any, argument: str = "collate_fn") -> str | None:
-    """What the spec of a loader says of it."""
+    """Return the name of the function in the loader's spec."""
     return name_on_server(Loader(), argument, function, dataset)
 
 
@@ -70,19 +70,19 @@ class Made:
 
 @pytest.mark.parametrize("argument", ["collate_fn", "worker_init_fn"])
 def test_none_is_the_servers_usual_one(dataset: RemoteDataset, argument: str) -> None:
-    """Whatever that is."""
+    """Without a function, the spec has none, so that the server uses its default."""
     assert named(dataset, None, argument) is None
 
 
 def test_the_servers_own_function_is_its_usual_one(dataset: RemoteDataset) -> None:
-    """A client that names it as the server's configuration does shares its batches with one that names none."""
+    """A client that passes the dataset's configured function shares its batches with a client that passes none."""
     assert named(dataset, statistics.median) is None
     assert named(dataset, statistics.mode, "worker_init_fn") is None
 
 
 @pytest.mark.parametrize("package", ["torch.utils.data", "teleloader_server"])
 def test_torchs_own_function_is_the_usual_one(package: str) -> None:
-    """Scripts pass it explicitly; or the server's equal one."""
+    """The default function of torch, or the server's equal one, has the same effect as no function."""
     need(package.partition(".")[0])
     function = importlib.import_module(package).default_collate
     with fake_server(lambda request: 500) as url:
@@ -90,7 +90,7 @@ def test_torchs_own_function_is_the_usual_one(package: str) -> None:
 
 
 def test_torchs_own_function_is_not_taken_for_another_one(dataset: RemoteDataset) -> None:
-    """Where the dataset has a collate function, torch's must be allowed like any other: it would make other batches."""
+    """If the dataset has a collate function, torch's default must be allowed explicitly: its batches differ."""
     need("torch")
     from torch.utils.data import default_collate
 
@@ -104,7 +104,7 @@ def test_a_function_that_the_server_allows_goes_by_its_name(dataset: RemoteDatas
 
 
 def test_a_worker_init_function_chooses_only_where_the_workers_are_ones_own(dataset: RemoteDataset) -> None:
-    """Those of an iterable-style dataset are; those of a map-style one are shared, and run already."""
+    """worker_init_fn works with the private workers of iterable-style datasets, not with shared workers."""
     if dataset.iterable:
         assert named(dataset, statistics.mean, "worker_init_fn") == "statistics:mean"
         return
@@ -124,7 +124,7 @@ def test_a_worker_init_function_chooses_only_where_the_workers_are_ones_own(data
     ids=["other", "alias", "method"],
 )
 def test_any_other_function_is_refused(dataset: RemoteDataset, function: Callable[..., Any], name: str) -> None:
-    """With the entry of the configuration that would allow it, and those that there are."""
+    """The error has the configuration entry that would allow the function, and the allowed functions."""
     with pytest.raises(ValueError, match=rf'not allow collate_fn={name} for dataset .*add functions = \["') as no:
         named(dataset, function)
     assert "Allowed functions: statistics:mean, statistics:stdev" in str(no.value)
@@ -162,7 +162,7 @@ def test_what_cannot_be_called_is_refused(dataset: RemoteDataset, argument: str,
 def test_a_server_of_this_process_is_lent_the_function(
     served_here: RemoteDataset, argument: str, function: Callable[..., Any]
 ) -> None:
-    """Whatever can be called, for map-style and iterable-style datasets alike; the very object."""
+    """A server in this process receives the callable itself, for map-style and iterable-style datasets."""
     owner = Loader()
     setattr(owner, argument, function)
     name = name_on_server(owner, argument, function, served_here)

@@ -1,4 +1,4 @@
-"""What an iterable-style dataset gave, against what it said: every warning, and where there is none to give."""
+"""Warnings if an iterable-style dataset yields more or fewer samples than its length, or repeats them per shard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def warned(
     batches: list[Any], ends: list[End], *, num_workers: int = 0, asked: int | None = None, samples: int | None = None,
     may_repeat: bool = True,
 ) -> list[str]:  # fmt: skip
-    """What a pass warns of that gives these batches, of shards that end so."""
+    """Return the warnings of an epoch with these batches, whose shards end as given."""
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         lengths = LengthCheck("numbers", num_workers, asked, samples, may_repeat=may_repeat)
@@ -45,28 +45,28 @@ def warned(
 
 
 def whole(samples: int) -> End:
-    """A shard that never asked which one it is."""
+    """Return the end of a shard whose dataset did not use its worker info."""
     return End(samples, replica=True)
 
 
 def part(samples: int) -> End:
-    """One that did."""
+    """Return the end of a shard whose dataset used its worker info."""
     return End(samples, replica=False)
 
 
-# --- More than it said --------------------------------------------------------------------------------------------
+# --- Excess samples -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_too_many_are_warned_of_at_each_further_batch(num_workers: int) -> None:
-    """In torch's words, which compare batches with what len(dataset) was when len(loader) asked for it."""
+    """The text is torch's, which compares the batches with the length of the dataset when len(loader) was called."""
     text = OVER + (WITH_WORKERS if num_workers else "")
     said = warned([1, 2, 3, 4], [part(2)] * num_workers, num_workers=num_workers, asked=2)
     assert said == [text.format(2, 3), text.format(2, 4)]
 
 
 def test_a_length_that_nobody_asked_for_is_not_exceeded() -> None:
-    """As with torch: it shows the number that a progress bar was told."""
+    """Excess batches cause a warning only after len(loader) was called, as with torch."""
     assert warned([1, 2, 3], [part(3)], samples=2) == []
 
 
@@ -76,7 +76,7 @@ def test_as_many_as_it_said_are_right() -> None:
     assert warned([[1, 2, 3]], [part(3)], asked=3, samples=3) == []
 
 
-# --- Fewer than it said -------------------------------------------------------------------------------------------
+# --- Missing samples ----------------------------------------------------------------------------------------------
 
 
 def test_too_few_are_warned_of_at_the_end() -> None:
@@ -95,12 +95,12 @@ def test_an_empty_dataset_that_says_so_is_right() -> None:
 
 @pytest.mark.parametrize("given", [10, 11, 20])
 def test_enough_are_not_too_few(given: int) -> None:
-    """Those of a batch that drop_last left out were fetched."""
+    """Samples of a batch that drop_last drops count as fetched."""
     assert warned([1], [part(given)], samples=10) == []
 
 
 def test_without_a_length_nothing_is_missing() -> None:
-    """Nor where other ranks have a part of it: then the loader passes None."""
+    """Without a length, and if other ranks have a part of it, no missing samples are reported."""
     assert warned([1], [part(1), part(0)], num_workers=2, samples=None) == []
 
 
@@ -118,7 +118,7 @@ BATCHES: list[Any] = [
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_shards_that_each_give_the_whole_are_warned_of(batch: Any, num_workers: int) -> None:
-    """Their first batches are alike, and none of them looked at which one it is; both remedies are named."""
+    """Equal first batches of shards that did not use their worker info cause a warning with both remedies."""
     (said,) = warned([batch] * num_workers, [whole(4)] * num_workers, num_workers=num_workers, samples=4)
     assert said.startswith(REPEATED.format(num_workers, num_workers))
     assert "get_worker_info().id" in said
@@ -126,7 +126,7 @@ def test_shards_that_each_give_the_whole_are_warned_of(batch: Any, num_workers: 
 
 
 def test_tensors_are_alike_by_their_elements() -> None:
-    """Of any type; also those that are views of the memory in which they were received."""
+    """Tensors of any dtype are compared by their elements, including views of receive buffers."""
     need("torch")
     import torch
 
@@ -150,18 +150,18 @@ DIFFERENT: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize("pair", DIFFERENT, ids=range(len(DIFFERENT)))
 def test_shards_that_begin_differently_are_not_replicas(pair: tuple[Any, Any]) -> None:
-    """However little they differ; what cannot be compared is not alike."""
+    """Any difference between first batches, or values that cannot be compared, prevents the warning."""
     assert warned(list(pair), [whole(4)] * 2, num_workers=2) == []
 
 
 def test_shards_that_asked_which_they_are_are_not_replicas() -> None:
-    """Their data may well be alike: one that asked is enough."""
+    """One shard that used its worker info prevents the warning: equal data may then be intended."""
     assert warned([0, 0], [part(4)] * 2, num_workers=2) == []
     assert warned([0, 0], [whole(4), part(4)], num_workers=2) == []
 
 
 def test_where_shards_may_not_repeat_nothing_is_said() -> None:
-    """A worker_init_fn may have told them apart, or it was said before."""
+    """Nothing is reported if a worker_init_fn may split the data, or after the first warning."""
     assert warned([0, 0], [whole(4)] * 2, num_workers=2, may_repeat=False) == []
 
 
@@ -184,7 +184,7 @@ def test_a_pass_that_goes_on_in_the_middle_compares_nothing() -> None:
 
 
 def test_shards_that_gave_nothing_repeat_nothing() -> None:
-    """There is no first batch to compare."""
+    """Empty shards have no first batch to compare."""
     assert warned([], [whole(0)] * 2, num_workers=2) == []
 
 
@@ -192,7 +192,7 @@ def test_shards_that_gave_nothing_repeat_nothing() -> None:
 
 
 def load(sizes: list[int], said: int, batch_size: int = 1) -> None:
-    """An epoch of shards of so many batches, of a dataset that says it has so many samples."""
+    """Run an epoch of shards with these numbers of batches, for a dataset with this length."""
 
     def answer(request: Request) -> bytes:
         frames = []
@@ -209,7 +209,7 @@ def load(sizes: list[int], said: int, batch_size: int = 1) -> None:
 
 @pytest.mark.parametrize("sizes", [[1, 5], [5, 1], [0, 3, 1]], ids=str)
 def test_unequal_shards_are_counted_once_each(sizes: list[int]) -> None:
-    """One that has ended says so in each further round: there is nothing to warn of when together they gave all."""
+    """Each shard's samples are counted once, although an ended shard reports its end in every further round."""
     load(sizes, said=4 * sum(sizes), batch_size=4)
 
 
@@ -221,7 +221,7 @@ def test_unequal_shards_are_counted_once_each(sizes: list[int]) -> None:
     ],
 )
 def test_the_line_of_the_loop_is_shown(said: int, asked: bool) -> None:
-    """The user's, not one of ours, nor one of whoever called the user's function."""
+    """The warning shows the line of the user's loop, not of teleloader or of the caller of the user's function."""
     with fake_server(Request.right, {**ITERABLE, "length": said}) as url:
         loader = DataLoader(RemoteDataset(url), output="numpy")
         if asked:

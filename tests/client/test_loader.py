@@ -1,4 +1,4 @@
-"""The constructor: what it refuses, and in whose words."""
+"""Errors of the loader's constructor, and their texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conftest import need
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server with a dataset of 10 samples and an empty one."""
+    """Run a server with a dataset of 10 samples and an empty one."""
     with serve({"ten": list(range(10)), "none": []}, num_workers=1) as address:
         yield address
 
@@ -78,7 +78,7 @@ def test_each_iteration_is_the_next_epoch(url: str) -> None:
 
 
 def test_an_interrupted_epoch_survives_set_epoch(url: str) -> None:
-    """Frameworks call set_epoch at the start of each epoch, also of the one that is resumed."""
+    """A resumed epoch is kept when a framework calls set_epoch at its start."""
     loader = DataLoader(RemoteDataset(url, "ten"), 2, shuffle=True, output="numpy")
     batches = iter(loader)
     seen = [next(batches).tolist() for _ in range(2)]
@@ -114,7 +114,7 @@ def test_numpy_on_request(url: str) -> None:
 
 @pytest.mark.parametrize(("output", "package"), [("torch", r"teleloader\[torch\]"), ("jax", "jax")])
 def test_what_is_not_installed_is_named(url: str, output: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With how to install it; without being asked, the loader gives NumPy's arrays."""
+    """The error names the missing package and how to install it; by default the loader returns NumPy arrays."""
     dataset = RemoteDataset(url, "ten")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TeleloaderError, match=f"output='{output}' requires .*, which is not installed: .*{package}"):
@@ -143,20 +143,20 @@ def test_pinning_needs_torch(url: str) -> None:
 
 
 def test_what_is_no_dataset_is_refused() -> None:
-    """A TypeError that says what one needs."""
+    """An invalid dataset raises a TypeError that states what a dataset must define."""
     with pytest.raises(TypeError, match=r"or define __getitem__ and __len__, or __iter__; got 5 \(int\)"):
         DataLoader(5)
 
 
 def test_a_local_dataset_needs_a_server_that_hosts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only the client is installed, a list is refused with what to install."""
+    """If only the client is installed, the error for a local list states what to install."""
     monkeypatch.setattr("teleloader.hosting.entry_points", lambda group: ())
     with pytest.raises(TypeError, match=r"got list. .* install the server: pip install 'teleloader\[server\]'"):
         DataLoader([1, 2, 3])
 
 
 def test_wrong_turns_on_the_way_to_a_server(url: str) -> None:
-    """No URL, no server, no such dataset, none named: each says what to do."""
+    """The errors for an invalid URL, no server, an unknown dataset and a missing name state what to do."""
     with pytest.raises(ValueError, match="invalid server URL 'cpu-box:8000': expected http://host:port"):
         RemoteDataset("cpu-box:8000")
     with pytest.raises(ServerUnavailable, match="Check that teleloader-server is running"):
@@ -168,7 +168,7 @@ def test_wrong_turns_on_the_way_to_a_server(url: str) -> None:
 
 
 def test_ranks_come_from_torch_distributed(url: str, tmp_path: Any) -> None:
-    """When it is initialised; otherwise there is one rank."""
+    """Rank and world size are those of torch.distributed if it is initialized, otherwise 0 and 1."""
     need("torch")
     import torch.distributed as dist
 

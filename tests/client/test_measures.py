@@ -1,4 +1,4 @@
-"""What a loader measures of itself."""
+"""Measurements of a loader: `stats()`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def url() -> Iterator[str]:
 
 
 def test_a_pass_is_measured(url: str) -> None:
-    """Steps, what arrived, and what decoding took; nothing was page-locked, and nothing broke."""
+    """stats() counts steps, received batches and decoding time; no memory is pinned and no connection breaks."""
     loader = DataLoader(RemoteDataset(url), 4, seed=0)
     list(loader)
     found = loader.stats()
@@ -37,7 +37,7 @@ def test_a_pass_is_measured(url: str) -> None:
 
 
 def test_each_pass_is_measured_for_itself(url: str) -> None:
-    """Before the first there is nothing; the next one begins anew; one that is over does not change."""
+    """Each iteration has its own figures, from 0; those of a finished iteration are final."""
     loader = DataLoader(RemoteDataset(url), 4, seed=0)
     before = loader.stats()
     assert (before.epoch, before.steps, before.waited, before.wait.count) == (None, 0, 0.0, 0)
@@ -53,7 +53,7 @@ def test_each_pass_is_measured_for_itself(url: str) -> None:
 
 
 def test_a_batch_that_is_there_is_not_waited_for(url: str) -> None:
-    """Steps that find their batch count as waits of no time."""
+    """Steps whose batch is available count as waits of zero time."""
     loader = DataLoader(RemoteDataset(url), 4, seed=0, prefetch_factor=10, num_workers=1)
     iterator = iter(loader)
     next(iterator)
@@ -68,7 +68,7 @@ def test_a_batch_that_is_there_is_not_waited_for(url: str) -> None:
 
 
 def test_a_wait_that_goes_on_is_told() -> None:
-    """While the loop waits the share grows, for whoever looks from another thread; a time-out is a wait too."""
+    """The data wait grows during a wait, as another thread can see; a wait that times out counts too."""
     gate = threading.Event()
 
     def answer(request: Request) -> bytes:
@@ -93,14 +93,14 @@ def test_a_wait_that_goes_on_is_told() -> None:
 
 
 def _growing(loader: DataLoader) -> float:
-    """How long the loop has waited, as soon as that is something."""
+    """Return the data wait as soon as it is not zero."""
     while not (waited := loader.stats().waited):
         pass
     return waited
 
 
 async def test_asynchronous_loops_wait_too(url: str) -> None:
-    """And are measured alike."""
+    """Waits of asynchronous loops are measured in the same way."""
     loader = DataLoader(RemoteDataset(url), 4, seed=0)
     async for _ in loader:
         await asyncio.sleep(0)
@@ -110,7 +110,7 @@ async def test_asynchronous_loops_wait_too(url: str) -> None:
 
 
 def test_ends_of_shards_are_no_steps() -> None:
-    """The loop is not told of them."""
+    """Ends of shards do not count as steps: the loop does not receive them."""
     with fake_server(Request.right, ITERABLE) as url:
         loader = DataLoader(RemoteDataset(url), num_workers=2, output="numpy")
         taken: list[Any] = list(loader)
@@ -118,7 +118,7 @@ def test_ends_of_shards_are_no_steps() -> None:
 
 
 def test_broken_connections_are_counted() -> None:
-    """Each that broke and was made anew, whatever broke it."""
+    """Each connection that broke and was replaced is counted, whatever the cause."""
 
     def answer(request: Request) -> bytes | int:
         return 503 if request.number in (2, 4) else request.right()

@@ -1,4 +1,4 @@
-"""What the network or a wrong server does to batches is mended or is an error, never a wrong batch."""
+"""Damaged and wrong responses are requested again or raise an error, and never result in a wrong batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDERS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[int]]]] = {
     "sampler": (INFO, {"batch_sampler": LISTS}, LISTS),
     "shards": (ITERABLE, {"num_workers": 2}, RIGHT),
 }
-"""Who decides what a batch holds: what is hosted, the loader's arguments, and its batches."""
+"""Sampling orders: description of the dataset, arguments of the loader, and expected batches."""
 
 
 def load(
@@ -35,7 +35,7 @@ def load(
 
 
 def once(wrong: Callable[[Request], bytes | int]) -> Answer:
-    """Answer the third request wrongly, the others rightly."""
+    """Return a wrong response to the third request, and correct ones otherwise."""
     return lambda request: wrong(request) if request.number == 2 else request.right()
 
 
@@ -46,7 +46,7 @@ def test_answers_are_handed_over_in_order(order: str) -> None:
 
 
 def flipped(request: Request) -> bytes:
-    """One bit of what a frame holds."""
+    """Return a frame with one flipped bit in its content."""
     body = bytearray(request.right())
     body[-70] ^= 4
     return bytes(body)
@@ -73,12 +73,12 @@ def flipped(request: Request) -> bytes:
     ],
 )  # fmt: skip
 def test_a_wrong_answer_is_asked_for_again(wrong: Callable[[Request], bytes | int], order: str) -> None:
-    """What is damaged, or is not what was asked for, is refused; the epoch is exact, whoever decides its order."""
+    """Damaged or unrequested batches are rejected and requested again, with seeded order and client-side samplers."""
     assert load(once(wrong), order) == ORDERS[order][2]
 
 
 def test_a_server_that_is_always_wrong_is_an_error() -> None:
-    """Three damaged answers in a row are not chance."""
+    """Three consecutive damaged responses raise an error."""
     with pytest.raises(ProtocolError, match="3 consecutive damaged responses"):
         load(lambda request: flipped(request) if request.stop > 4 else request.right())
 
@@ -106,7 +106,7 @@ def test_an_error_stays() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_exhausted_iterator_stays_exhausted(order: str) -> None:
-    """As Python's iterators do."""
+    """An exhausted iterator yields no further batches, as Python requires."""
     info, arguments, right = ORDERS[order]
     with fake_server(Request.right, info) as url:
         batches = iter(DataLoader(RemoteDataset(url), output="numpy", **arguments))
@@ -114,11 +114,11 @@ def test_an_exhausted_iterator_stays_exhausted(order: str) -> None:
         assert list(batches) == []
 
 
-# --- What the client says of each batch ---------------------------------------------------------------------------
+# --- Index lists --------------------------------------------------------------------------------------------------
 
 
 def test_each_index_list_is_sent_with_its_batch() -> None:
-    """And in no other request; a plan's batches need none."""
+    """Only the request for a batch contains its index list; the seeded order sends none."""
     seen: dict[int, Any] = {}
 
     def answer(request: Request) -> bytes:
@@ -132,7 +132,7 @@ def test_each_index_list_is_sent_with_its_batch() -> None:
 
 
 def test_an_answer_may_be_shorter_than_what_was_listed() -> None:
-    """What was not ready is asked for again, with its indices."""
+    """Batches that a response does not contain are requested again, with their indices."""
     asked: list[int] = []
 
     def answer(request: Request) -> bytes:
@@ -174,7 +174,7 @@ def test_shards_end_one_after_another(sizes: list[int]) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("leave", ["exhaust", "drop"])
 def test_a_session_is_ended_with_its_iteration(leave: str, order: str) -> None:
-    """The server is told that its workers are not needed; where they are shared there is nothing to tell."""
+    """The end of an iteration ends its session, except with shared workers, where no request is needed."""
     info, arguments, right = ORDERS[order]
     ended: list[str] = []
     keys: set[str] = set()
@@ -198,7 +198,7 @@ def test_a_session_is_ended_with_its_iteration(leave: str, order: str) -> None:
 
 @pytest.mark.parametrize("order", ["sampler", "shards"])
 def test_persistent_workers_stay_from_one_epoch_to_the_next(order: str) -> None:
-    """The session is one; it ends with the loader."""
+    """With persistent workers, all epochs use one session, which ends with the loader."""
     info, arguments, right = ORDERS[order]
     ended: list[str] = []
     keys: set[str] = set()
@@ -221,7 +221,7 @@ def test_persistent_workers_stay_from_one_epoch_to_the_next(order: str) -> None:
 
 
 def test_an_exit_in_the_receiving_thread_is_raised_in_the_training_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As any exception, because ``next()`` would otherwise wait forever."""
+    """A SystemExit in the receiving thread is raised by ``next()``, which would otherwise wait forever."""
 
     def leave(_: Fetcher) -> None:
         raise SystemExit("the thread ended")

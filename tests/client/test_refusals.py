@@ -1,4 +1,4 @@
-"""Responses that are not batches: refusals, overload, and what proxies say in the server's place."""
+"""Responses that are not batches: rejections, overload, and responses of proxies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sending(content: bytes) -> Raw:
 
 
 def epoch(url: str, **options: float) -> list[list[int]]:
-    """The batches of one epoch."""
+    """Return the batches of one epoch."""
     return [batch[0].tolist() for batch in DataLoader(RemoteDataset(url, **options), output="numpy")]  # type: ignore[arg-type]
 
 
@@ -68,10 +68,10 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refused_batch_is_requested_once_more_and_then_raised(name: str) -> None:
-    """A refusal is confirmed by one further request on a new connection, even where nothing is tried for longer.
+    """A rejection is confirmed by one further request on a new connection, even without a reconnect timeout.
 
-    A single refusal can be caused by a damaged bit, and leads to the right batches. A second one is raised: the batch
-    is not requested a third time.
+    A single rejection can be caused by a damaged bit, and is followed by the right batches. A second one is raised: the
+    batch is not requested a third time.
     """
     refusal, error = REFUSALS[name]
     with fake_server(lambda request: sending(refusal) if request.number == 1 else request.right()) as url:
@@ -88,7 +88,7 @@ def test_a_refused_batch_is_requested_once_more_and_then_raised(name: str) -> No
 
 
 def test_a_refused_registration_is_sent_once_more_and_then_raised() -> None:
-    """The same holds for the registration of a loader, when an epoch begins and when a connection broke."""
+    """A rejected registration is confirmed in the same way, at the start of an epoch and after a disconnection."""
     statuses = iter([422, 200, 403, 200])
 
     def broken_once(request: Request) -> bytes | Raw:
@@ -116,7 +116,7 @@ TRANSIENT = (404, 408, 425, 429, 500, 502, 503, 504)
 
 @pytest.mark.parametrize("status", TRANSIENT)
 def test_what_a_proxy_refuses_for_a_while_is_requested_again(status: int) -> None:
-    """A response without a code of a loader server, which may be another one later, is retried with backoff.
+    """A response without a loader server's error code is retried with backoff, since the server may recover.
 
     That holds for batches and for registrations, for longer than one attempt, and until `reconnect_timeout` is over.
     """
@@ -136,7 +136,7 @@ def test_what_a_proxy_refuses_for_a_while_is_requested_again(status: int) -> Non
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
 def test_what_a_loader_server_cannot_do_now_is_requested_again(status: int) -> None:
-    """Statuses that mean "not now" are retried with a code, too."""
+    """Statuses that mean "not now" are also retried with a loader server's error code."""
     overloaded: Answer = lambda request: (  # noqa: E731
         sending(problem(status, "RequestTimeout")) if 1 <= request.number <= 4 else request.right()
     )
@@ -163,7 +163,7 @@ def test_the_time_that_a_server_asks_for_is_waited(asked: str, monkeypatch: pyte
     ids=lambda value: str(value)[:10],
 )  # fmt: skip
 def test_a_retry_after_header_is_a_number_or_a_date(header: str, seconds: float) -> None:
-    """A number of seconds is returned; a date in the past, and everything else, is 0."""
+    """A number of seconds is returned; a date in the past and every other value result in 0."""
     assert parse_retry_after(header) == seconds
 
 
@@ -177,7 +177,7 @@ def test_a_retry_after_header_may_be_a_date_in_the_future() -> None:
 
 @pytest.mark.parametrize("status", [*TRANSIENT, 400, 302])
 def test_at_first_contact_another_server_is_an_error_at_once(status: int) -> None:
-    """Where no loader server has responded yet, a response that none would send is raised after one request.
+    """Before a loader server has responded, a response that no loader server sends is raised without a retry.
 
     The error has the status and a harmless part of what was received: the URL is probably wrong.
     """
@@ -199,7 +199,7 @@ def test_at_first_contact_another_server_is_an_error_at_once(status: int) -> Non
 
 
 def test_at_first_contact_a_page_is_an_error_that_shows_it() -> None:
-    """A response of 200 that is not JSON is an error with a harmless part of it, too."""
+    """A response with status 200 that is not JSON also raises an error with a harmless excerpt."""
     with (
         raw_server(lambda connection, _: connection.sendall(response(200, PAGE))) as url,
         pytest.raises(ProtocolError, match=r"is not JSON: <html>.* gateway ") as raised,
@@ -238,7 +238,7 @@ def test_at_first_contact_another_server_of_several_is_left_out() -> None:
 
 STALL_TIMEOUT = 2.0
 SLOW = 0.6 * STALL_TIMEOUT
-"""Longer than the half of `stall_timeout` after which a health check was given up."""
+"""Response time of a health check, longer than half of `stall_timeout`."""
 
 
 class Slow:
@@ -279,10 +279,11 @@ class Slow:
 
 @pytest.mark.parametrize("registers_slowly", [True, False])
 def test_a_server_that_answers_health_checks_slowly_is_waited_for(registers_slowly: bool) -> None:
-    """A server whose health checks take longer than half of `stall_timeout` is not taken for dead again and again.
+    """A server whose health checks take longer than half of `stall_timeout` is not repeatedly taken for unavailable.
 
-    The client waits for a response at least twice as long as the last ones took. So a server that has always been slow
-    is never given up; one that becomes slow is given up at most once, and its batch arrives at the second attempt.
+    The client waits for a response at least twice as long as recent responses took. It therefore never disconnects from
+    a server that has always been slow, and at most once from one that becomes slow, whose batch then arrives at the
+    second attempt.
     """
     slow = Slow(registers_slowly=registers_slowly)
     with fake_server(slow.batches, registering=slow.register, checked=slow.check) as url:
@@ -297,20 +298,20 @@ def test_a_server_that_answers_health_checks_slowly_is_waited_for(registers_slow
     ids=["200", "404", "429", "401", "502", "503", "nothing", "page"],
 )  # fmt: skip
 def test_a_server_is_alive_unless_a_proxy_says_that_it_is_not(content: bytes, expected: bool) -> None:
-    """Any response shows that the server's machine is there, but for 5xx, with which a proxy reports that it is not."""
+    """Every response shows that the server is alive, except a 5xx, with which a proxy reports that it is not."""
     with raw_server(lambda connection, _: connection.sendall(content)) as url:
         assert Server(url, 5).is_alive() is expected
 
 
 def test_a_batch_that_begins_during_the_health_check_is_received() -> None:
-    """A health check that fails does not matter where the batch has begun to arrive meanwhile."""
+    """A failed health check is ignored if the batch has started to arrive in the meantime."""
     sent = threading.Event()
     checks: list[None] = []
 
     def unhealthy() -> None:
         checks.append(None)
         sent.wait(30)
-        threading.Event().wait(1.5)  # longer than the client waits, which then finds that the batch is there
+        threading.Event().wait(1.5)  # longer than the client waits before it notices the batch
 
     def late(request: Request) -> bytes | Callable[[socket.socket], object]:
         if request.start > 0:

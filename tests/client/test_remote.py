@@ -1,4 +1,4 @@
-"""What a client says of servers that cannot be: one sentence, with the value and what to do."""
+"""Errors for server URLs and datasets that cannot exist: each has the value and what to do."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def test_what_is_no_url_is_refused(url: Any) -> None:
 
 @pytest.mark.parametrize("url", [None, 5])
 def test_what_is_neither_a_url_nor_a_list_of_them_is_refused(url: Any) -> None:
-    """With the same sentence."""
+    """Other types of values raise the same error as an invalid URL."""
     with pytest.raises(ValueError, match=r"invalid server URL (None|5): expected http://host:port$"):
         RemoteDataset(url)
 
 
 def test_a_list_of_no_servers_is_refused() -> None:
-    """There is nobody to ask."""
+    """An empty list of servers is rejected."""
     with pytest.raises(ValueError, match="empty list of server URLs"):
         RemoteDataset([])
 
 
 def test_a_url_is_written_as_it_is_meant() -> None:
-    """Whatever way it was given; what goes before the paths is kept."""
+    """Equivalent URLs are normalized to the same text; a path prefix is kept."""
     assert Server("HTTPS://CPU-Box:8000/", 1.0).url == "https://cpu-box:8000"
     assert Server("http://proxy/loaders/", 1.0).url == "http://proxy/loaders"
     assert Server("http://[::1]:8000", 1.0).url == "http://[::1]:8000"
 
 
 def test_of_several_datasets_one_must_be_named() -> None:
-    """What there is is said, and not that None was asked for."""
+    """The error lists the hosted datasets, and states that no name was given, not that None is unknown."""
     with serve({"a": [1], "b": [2]}, num_workers=0) as url:
         with pytest.raises(UnknownDataset, match=r"no dataset name was given: .* hosts 'a', 'b'\. "):
             RemoteDataset(url)

@@ -30,7 +30,7 @@ from tests.conftest import need
 
 
 class Watched:
-    """A sampler that says how far it was drawn from, and may raise."""
+    """Sampler that counts how many indices were drawn, and may raise."""
 
     def __init__(self, length: int, *, fails_at: int | None = None) -> None:
         self._length = length
@@ -49,7 +49,7 @@ class Watched:
 
 
 def test_an_order_is_drawn_as_far_as_it_is_needed() -> None:
-    """And not before it is: a sampler may be endless, or look at the training."""
+    """Indices are drawn only when they are needed, since a sampler may be infinite or depend on the training."""
     sampler = Watched(10**9)
     lists = IndexLists(sampler, 0)
     assert (sampler.drawn, lists.drawn) == (0, 0)
@@ -61,7 +61,7 @@ def test_an_order_is_drawn_as_far_as_it_is_needed() -> None:
 
 
 def drawn(lists: IndexLists, stop: int) -> list[tuple[int, Any]]:
-    """Draw up to batch `stop`; return what is to be sent."""
+    """Draw up to batch `stop`; return the index lists to send."""
     lists.draw(stop, lambda _k, indices: indices)
     frames, lists.frames = lists.frames, {}
     return list(frames.items())
@@ -77,7 +77,7 @@ def test_the_end_shows_when_it_is_come_to() -> None:
 
 
 def test_a_resumed_order_is_drawn_from_the_beginning_and_not_given() -> None:
-    """What an earlier process had is skipped, with the first list that is wanted and not before."""
+    """Index lists of batches before the resume are drawn and skipped when the first new list is needed, not before."""
     sampler = Watched(5)
     lists = IndexLists(sampler, 3)
     assert (lists.drawn, sampler.drawn) == (3, 0)
@@ -87,7 +87,7 @@ def test_a_resumed_order_is_drawn_from_the_beginning_and_not_given() -> None:
 
 
 def test_a_resumed_order_may_be_at_its_end() -> None:
-    """Also beyond it, where the sampler gives less than the earlier process had."""
+    """A resume at the end of the order, or beyond it if the sampler has become shorter, yields nothing."""
     for skip in (5, 6):
         lists = IndexLists(Watched(5), skip)
         assert drawn(lists, 10) == []
@@ -106,14 +106,14 @@ def test_an_exception_of_the_sampler_stands_at_its_place() -> None:
 
 
 def test_an_exception_among_what_is_skipped_is_not_lost() -> None:
-    """It stands where the order was to go on."""
+    """An exception while skipping is raised at the first new batch."""
     lists = IndexLists(Watched(5, fails_at=1), 3)
     assert drawn(lists, 5) == []
     assert (lists.drawn, lists.exhausted, str(lists.error)) == (3, True, "no index 1")
 
 
 def test_a_list_that_cannot_be_sent_ends_the_order_there() -> None:
-    """As if the sampler itself had raised it; those before it are sent."""
+    """An index list that cannot be encoded ends the order like an exception of the sampler; earlier lists are sent."""
 
     def encode(k: int, _indices: Any) -> bytes:
         if k == 2:
@@ -126,10 +126,10 @@ def test_a_list_that_cannot_be_sent_ends_the_order_there() -> None:
 
 
 def test_an_interrupted_sampler_cannot_go_on() -> None:
-    """Its generator is over, which is not the end of the epoch: an error says so, and how to go on."""
+    """After an interruption the sampler's generator is exhausted: an error states this and how to continue."""
 
     class Interrupted:
-        """A sampler during whose third step Ctrl-C is pressed."""
+        """Sampler that raises KeyboardInterrupt at its third step."""
 
         def __iter__(self) -> Iterator[int]:
             yield from (0, 10)
@@ -151,7 +151,7 @@ BATCH_ID = BatchId("key", 3, 7)
 
 
 def sent(indices: Any) -> Any:
-    """What a server reads of them: lists of whole numbers travel as tensors do."""
+    """Return the indices that a server decodes from an index frame."""
     frame = codec.read(IndexMemory(np.frombuffer(index_frame(BATCH_ID, indices), np.uint8)))
     assert frame.batch_id == BATCH_ID
     return frame.content
@@ -181,7 +181,7 @@ def sent(indices: Any) -> Any:
     ids=repr,
 )
 def test_whole_numbers_arrive_as_pythons(indices: Any, plain: Any) -> None:
-    """In lists and tuples too, however nested; other indices are as the sampler gave them."""
+    """Integers, also in nested lists and tuples, arrive as Python's int; other indices arrive unchanged."""
     got = sent(indices)
     assert got == plain
     assert types(got) == types(plain)
@@ -193,7 +193,7 @@ def types(value: Any) -> Any:
 
 
 def test_whole_numbers_of_torch_arrive_as_pythons() -> None:
-    """A dataset that torch asks for ``dataset[tensor(3)]`` is asked for ``dataset[3]``: it may not have torch."""
+    """An index ``tensor(3)`` of torch becomes ``3`` on the server, which may not have torch."""
     need("torch")
     import torch
 
@@ -204,7 +204,7 @@ def test_whole_numbers_of_torch_arrive_as_pythons() -> None:
 
 
 def test_an_array_of_indices_stays_an_array() -> None:
-    """With ``batch_size=None`` a sampler may give whole arrays: the dataset is indexed with them."""
+    """With ``batch_size=None``, arrays of a sampler index the dataset as arrays."""
     got = sent(np.arange(3))
     assert isinstance(got, np.ndarray)
     assert got.tolist() == [0, 1, 2]
@@ -212,7 +212,7 @@ def test_an_array_of_indices_stays_an_array() -> None:
 
 @pytest.mark.parametrize("indices", [object(), [1, object()], lambda: 0], ids=["object", "in a list", "function"])
 def test_what_cannot_be_sent_is_a_type_error(indices: Any) -> None:
-    """It says whose fault it is, and where in the list it stands."""
+    """The error names the sampler as the cause, and the position in the list."""
     with pytest.raises(TypeError, match=r"^invalid index list of the sampler: cannot encode batch"):
         index_frame(BATCH_ID, indices)
 
@@ -227,7 +227,7 @@ def test_a_list_of_whole_numbers_travels_as_one_array() -> None:
 
 
 def test_samplers_are_those_that_torch_makes() -> None:
-    """Of the same arguments."""
+    """The same arguments create the same samplers as in torch."""
     need("torch")
     from torch.utils.data import DataLoader
 
@@ -252,7 +252,7 @@ def test_samplers_are_those_that_torch_makes() -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 11])
 def test_without_torch_a_sampler_is_batched_as_torch_does_it(batch_size: int, drop_last: bool) -> None:
-    """The same lists, as many as it says, drawn no further than they are needed; again with each iteration."""
+    """Batches of a sampler equal torch's, have the right length, are drawn lazily, and can be iterated again."""
     need("torch")
     from torch.utils.data import BatchSampler
 
@@ -266,7 +266,7 @@ def test_without_torch_a_sampler_is_batched_as_torch_does_it(batch_size: int, dr
 
 
 def test_a_sampler_is_batched_as_far_as_it_is_needed() -> None:
-    """It may be endless, and not know its length: that is a TypeError, as with torch."""
+    """A sampler may be infinite; without a length, len() raises TypeError as in torch."""
     sampler = Watched(10**9)
     batches = Batches(sampler, 3, drop_last=False)
     assert next(iter(batches)) == [0, 10, 20]
@@ -276,7 +276,7 @@ def test_a_sampler_is_batched_as_far_as_it_is_needed() -> None:
 
 
 def test_the_base_seed_is_the_number_that_torch_draws() -> None:
-    """From the global generator, or the loader's: both stand afterwards where torch leaves them."""
+    """The base seed and the generator's state afterwards equal torch's, for the global and the loader's generator."""
     need("torch")
     import torch
     from torch.utils.data import DataLoader
@@ -293,7 +293,7 @@ def test_the_base_seed_is_the_number_that_torch_draws() -> None:
 
 
 def test_torchs_own_samplers_are_known() -> None:
-    """They do not look at the training: only what they wrap may."""
+    """Samplers of torch do not depend on the training, unless they wrap one that does."""
     need("torch")
     from torch.utils.data import (
         BatchSampler,
@@ -310,7 +310,7 @@ def test_torchs_own_samplers_are_known() -> None:
             return iter([1])
 
     class Changed(RandomSampler):  # type: ignore[misc, unused-ignore]
-        """It may look."""
+        """Sampler that may depend on the training."""
 
     numbers = range(10)
     torchs: list[Any] = [
@@ -328,11 +328,11 @@ def test_torchs_own_samplers_are_known() -> None:
     assert not is_torchs_own(BatchSampler([1, 2], 2, False))  # type: ignore[arg-type, unused-ignore]
 
 
-# --- Where random numbers stand -----------------------------------------------------------------------------------
+# --- States of generators -----------------------------------------------------------------------------------------
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    """As a checkpoint holds it."""
+    """Return a state as loaded from a checkpoint."""
     plain: dict[str, Any] = json.loads(json.dumps(state))
     return plain
 
@@ -348,7 +348,7 @@ def draw(generator: Any = None) -> list[float]:
 
 @pytest.fixture
 def generators() -> Iterator[Any]:
-    """All of the process, as they stood, and one of a loader's own."""
+    """Yield a loader's own generator; restore the generators of the process afterwards."""
     need("torch")
     import torch
 
@@ -388,7 +388,7 @@ def test_the_process_draws_on_where_it_was(generators: Any, fails: bool) -> None
 
 
 def test_a_loaders_own_generator_stays_where_it_has_come_to(generators: Any) -> None:
-    """It belongs to the loader, and its next epoch goes on from there."""
+    """Restoring a saved state does not rewind a loader's own generator for the next epoch."""
     state = through_json(RandomState(generators).save())
     draw(generators)
     after_one = draw(generators)[-1]
@@ -398,7 +398,7 @@ def test_a_loaders_own_generator_stays_where_it_has_come_to(generators: Any) -> 
 
 
 def test_samplers_bring_generators_of_their_own(generators: Any) -> None:
-    """Each is saved once, however many samplers share it; a sampler without one counts as none."""
+    """The generator of a sampler is saved once, even if several samplers share it."""
     import torch
     from torch.utils.data import RandomSampler
 
@@ -436,14 +436,14 @@ def test_only_the_named_global_generators_are_saved_and_restored(generators: Any
     ids=str,
 )  # fmt: skip
 def test_a_damaged_state_of_a_generator_is_refused(generators: Any, damaged: dict[str, Any]) -> None:
-    """The error is a StateMismatch that says what to pass, whatever value is damaged."""
+    """The error for any damaged value is a StateMismatch that states what to pass."""
     every = RandomState(None, process=PROCESS_GENERATORS)
     with pytest.raises(StateMismatch, match="cannot restore the random generators: "):
         every.restore({**every.save(), **damaged})
 
 
 def test_a_state_of_other_generators_is_refused(generators: Any) -> None:
-    """With both numbers; nothing was drawn or set."""
+    """The error has the numbers of saved and current generators; no generator changes."""
     state = through_json(RandomState(generators).save())
     every = RandomState(None, process=PROCESS_GENERATORS)
     here = every.save()

@@ -19,7 +19,7 @@ TOKEN = "tl_the-token-of-these-tests"
 
 
 def reported(error: BaseException) -> str:
-    """Return what an error reporter shows of an error: its text, and the repr of all locals but those of this file."""
+    """Return the output of an error reporter: the error's text, and the repr of all locals outside this file."""
     parts = [repr(error)]
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename != __file__:
@@ -30,7 +30,7 @@ def reported(error: BaseException) -> str:
 
 
 def connect_to_nobody() -> None:
-    """Let a request fail because nobody listens."""
+    """Send a request to a port without a listener."""
     RemoteDataset("http://127.0.0.1:9", token=TOKEN, reconnect_timeout=0)
 
 
@@ -51,7 +51,7 @@ def present_a_wrong_token() -> None:
 
 
 def lose_the_server() -> None:
-    """Let the server go in the middle of an epoch, which is longer than what is prefetched."""
+    """Stop the server during an epoch that is longer than the prefetched batches."""
     with serve(range(100_000), num_workers=0, token=TOKEN) as url:
         batches = iter(DataLoader(RemoteDataset(url, token=TOKEN, reconnect_timeout=0.1), 1, output="numpy"))
     list(batches)
@@ -68,7 +68,7 @@ def receive_a_cut_response() -> None:
 
 
 def serve_a_short_token() -> None:
-    """Give a server a token that is too short."""
+    """Start a server with a token that is too short."""
     with serve([1], token=TOKEN[:12]):
         pass
 
@@ -81,7 +81,7 @@ def serve_where_others_are() -> None:
 
 @pytest.fixture(autouse=True)
 def no_token_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the credentials of whoever runs the tests."""
+    """Remove the credentials of the user who runs the tests."""
     for name in ("TOKEN", "TOKEN_FILE"):
         monkeypatch.delenv(f"TELELOADER_{name}", raising=False)
 
@@ -100,7 +100,7 @@ def no_token_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_no_local_variable_shows_a_token(fail: Callable[[], None], kind: type[Exception]) -> None:
-    """Error reporters and ``pytest --showlocals`` print locals of all frames, those of other packages included."""
+    """No token is among the locals of any frame that error reporters and ``pytest --showlocals`` print."""
     with pytest.raises(kind) as raised:
         fail()
     report = reported(raised.value)
@@ -129,7 +129,7 @@ def test_a_dataset_whose_construction_failed_has_a_repr() -> None:
 
 
 def test_a_secret_is_sent_as_a_string_and_shown_as_none() -> None:
-    """Formatting gives the text, because headers are made of it; repr does not, in containers neither."""
+    """Formatting a secret returns its text for headers; repr does not show it, not in containers either."""
     secret = Secret("text")
     assert f"{secret}" == str(secret) == "text"
     assert "text" not in f"{secret!r} {[secret]} { {'key': secret} }"

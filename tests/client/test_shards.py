@@ -1,4 +1,4 @@
-"""What a client states of an epoch when it registers a session again."""
+"""State of an epoch that a client sends when it registers a session again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
 
 
 class Stating:
-    """Twenty numbers, of which one cannot be sent, and a position."""
+    """Dataset of twenty numbers, one of which cannot be encoded, with a position as its state."""
 
     position = 0
 
@@ -35,12 +35,12 @@ class Stating:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is continued here."""
+        """Ignore the state."""
 
 
 @pytest.mark.parametrize("options", [{}, {"checksum": False}, {"compression": "zstd"}], ids=str)
 def test_clients_and_workers_keep_the_same_record(options: dict[str, Any]) -> None:
-    """Of batches, and not of the failures and the end among them; whether they come alone or together."""
+    """Client and worker record the same batches, without failures and the end, in single and combined responses."""
     bench = Bench(Stating())
     raw: list[tuple[Frame, Any]] = []
     for k in range(11):
@@ -60,7 +60,7 @@ def test_clients_and_workers_keep_the_same_record(options: dict[str, Any]) -> No
 
 
 def test_shards_of_which_batches_were_requested_are_marked() -> None:
-    """A server may have fetched their samples: until a batch arrives, it is told so, and the last state before."""
+    """A shard with pending requests is marked with its last state, since a server may have fetched its samples."""
     spec = LoaderSpec(dataset="data", session="s", num_workers=3)
     shards = DeliveredShards(spec, 3, ["a", "b", None])
     shards.request(Range(4, 5, 1))
@@ -74,7 +74,7 @@ def test_shards_of_which_batches_were_requested_are_marked() -> None:
 
 
 def test_an_empty_shard_is_not_in_doubt_after_its_end() -> None:
-    """A server that is told of its request could not restore it; what it delivered was complete."""
+    """An ended shard is not marked as requested: a server could not restore it, and its data is complete."""
     spec = LoaderSpec(dataset="data", session="s", num_workers=2)
     shards = DeliveredShards(spec, 0)
     shards.request(Range(0, 2, 0))
@@ -112,6 +112,6 @@ def test_states_are_left_out_where_a_registration_has_no_room(length: int, resum
     "text", ["", "{}", "[0]", "7", "[" * 100_000, "[0,5]", "[0,[1,2,3]]", '[0,["1",2,3,null]]', "[0,[1,2,3,4]]"]
 )
 def test_a_damaged_record_is_an_error(text: str) -> None:
-    """It comes from outside."""
+    """A damaged record raises StateMismatch, because it comes from a file."""
     with pytest.raises(StateMismatch, match="invalid record of delivered batches"):
         delivered.unpack(text, 0)

@@ -1,4 +1,4 @@
-"""States that no loader has saved, and answers that no loader server gives."""
+"""Invalid loader states, and responses that no loader server sends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def nested() -> Any:
     ids=lambda value: repr(value)[:10] if not isinstance(value, list) else "list",
 )
 def test_a_state_with_another_value_is_refused_in_a_sentence(name: str, value: Any) -> None:
-    """It names the entry, and does not repeat a long value, or fall over a deep one."""
+    """The error names the entry, and is short even if the value is long or deeply nested."""
     assert state.load(SAVED, IDENTITY, None)[0].batch == 17
     with pytest.raises(StateMismatch, match=name) as caught:
         state.load({**SAVED, name: value}, IDENTITY, None)
@@ -61,7 +61,7 @@ def test_a_state_with_another_value_is_refused_in_a_sentence(name: str, value: A
 
 
 class Saying(Server):
-    """A server that answers everything with one value."""
+    """Server connection that returns one value for every request."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__("http://server", 1)
@@ -73,14 +73,14 @@ class Saying(Server):
 
 @pytest.mark.parametrize("answer", [None, 5, "x", {}, [5], [{}], [[INFO]], nested()], ids=lambda answer: type(answer))
 def test_a_list_of_datasets_that_is_none_is_refused(answer: Any) -> None:
-    """As what it is: something that is no loader server."""
+    """The error suggests that the URL is not that of a loader server."""
     with pytest.raises(ProtocolError, match="Check that this is the URL of a loader server"):
         Saying(answer).datasets()
 
 
 @pytest.mark.parametrize("name", [name for name in INFO if name != "a_field_of_the_future"])
 def test_a_dataset_with_a_value_of_another_type_is_refused(name: str) -> None:
-    """Where it is read, and not where it is used."""
+    """An invalid value is rejected when it is read, not when it is used."""
     assert Saying(INFO).dataset("fake").name == "fake"
     with pytest.raises(ProtocolError, match=rf"invalid {name} = .*\. Check that this is the URL of a loader server"):
         Saying({**INFO, name: [[name]]}).dataset("fake")
@@ -88,7 +88,7 @@ def test_a_dataset_with_a_value_of_another_type_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_a_registration_with_a_value_of_another_type_is_refused(name: str) -> None:
-    """As above."""
+    """An invalid value in the response to a registration raises a ProtocolError that names it."""
     assert Saying(REGISTERED).register(LoaderSpec(dataset="fake")).batches == 8
     with pytest.raises(ProtocolError, match=f"invalid {name} = "):
         Saying({**REGISTERED, name: [1]}).register(LoaderSpec(dataset="fake"))
@@ -96,14 +96,14 @@ def test_a_registration_with_a_value_of_another_type_is_refused(name: str) -> No
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, json.dumps({"code": [1], "detail": {}}).encode(), b"\xff", b""])
 def test_an_error_without_a_sense_is_a_protocol_error(body: bytes) -> None:
-    """Whatever an answer that is no 200 has for a body; that of a 5xx means: not now."""
+    """An invalid body of an error response raises ProtocolError, or ServerUnavailable if the status is 5xx."""
     assert type(error_of(400, body, "http://server")) is ProtocolError
     assert type(error_of(502, body, "http://server")) is ServerUnavailable
 
 
 @contextmanager
 def answering(body: bytes, **headers: str) -> Iterator[Server]:
-    """A server that answers a GET with this body, as far as it is read."""
+    """Run a server that responds to a GET with this body, as far as the client reads it."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -141,7 +141,7 @@ def test_an_answer_has_a_limit() -> None:
 
 
 def test_what_a_server_refuses_names_the_server() -> None:
-    """Of several, one may be without the token, or full; what says so is a loader server without a doubt."""
+    """Errors name the server, since only one of several may reject a request; a known code implies a loader server."""
     for kind in (Unauthorized, Forbidden, ServerUnavailable):
         body = json.dumps({"code": kind.__name__, "detail": "why"}).encode()
         error = error_of(401, body, "http://server", "/v1/datasets")

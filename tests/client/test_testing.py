@@ -87,7 +87,7 @@ class OwnIterator:
 
 
 class Alike:
-    """Iterable-style dataset whose parts are equal, which is no reason to warn."""
+    """Iterable-style dataset whose parts are equal, which must not cause a warning."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -99,7 +99,7 @@ class SampleError(Exception):
 
 
 def first_of(samples: list[Any]) -> list[Any]:
-    """A collate function that is no lambda."""
+    """Return the first sample: a collate function that is not a lambda."""
     return [sample[0] for sample in samples]
 
 
@@ -131,7 +131,7 @@ def real() -> Iterator[str]:
 
 
 def loader(url: str, *, dataset: str = "map", batch_size: int | None = 4, **arguments: Any) -> DataLoader:
-    """A loader of one of the datasets."""
+    """Return a loader of one of the datasets."""
     return DataLoader(RemoteDataset(url, dataset), batch_size, output="numpy", **arguments)
 
 
@@ -159,7 +159,7 @@ def test_two_epochs_equal_those_of_a_real_server(real: str, order: str) -> None:
 
 
 def test_each_shard_iterates_a_copy_of_the_dataset(real: str) -> None:
-    """As each worker does, in each epoch; shards that do not divide the dataset are warned of as well."""
+    """Each shard iterates a copy of the dataset in each epoch, as workers do, and repeated data causes a warning."""
     with FakeServer(DATASETS) as fake:
         for url in (real, fake.url):
             loading = loader(url, dataset="own iterator", batch_size=5, num_workers=2)
@@ -171,7 +171,7 @@ def test_each_shard_iterates_a_copy_of_the_dataset(real: str) -> None:
 @pytest.mark.parametrize("order", ["shuffled", "client-side sampler", "two shards"])
 @pytest.mark.parametrize("saved_by", ["fake", "real"])
 def test_states_are_exchanged_with_a_real_server(real: str, order: str, saved_by: str) -> None:
-    """A state that was saved with the one resumes with the other at exactly the next batch."""
+    """A state that was saved with a fake or real server resumes with the other one at exactly the next batch."""
     arguments = {**ORDERS[order], "batch_size": 2}
     with FakeServer(DATASETS) as fake:
         one, other = (fake.url, real) if saved_by == "fake" else (real, fake.url)
@@ -199,7 +199,7 @@ def test_functions_are_allowed_by_name() -> None:
 
 
 def test_a_worker_init_function_that_fails_is_reported_in_place_of_a_batch() -> None:
-    """As by a worker process; the worker ID counts the shards of all ranks."""
+    """The error is raised as from a worker process; the worker ID counts the shards of all ranks."""
     with FakeServer(DATASETS, functions=[fail_to_open]) as fake:
         batches = iter(
             loader(fake.url, dataset="stream", num_workers=2, worker_init_fn=fail_to_open, rank=1, world_size=2)
@@ -210,7 +210,7 @@ def test_a_worker_init_function_that_fails_is_reported_in_place_of_a_batch() -> 
 
 
 def test_single_samples_and_the_length_are_available() -> None:
-    """As of any RemoteDataset."""
+    """Single samples and len() work as with any RemoteDataset."""
     with FakeServer({"a": [(k, k * k) for k in range(5)]}) as fake:
         dataset = RemoteDataset(fake.url)
         assert (len(dataset), dataset[3], dataset[-1]) == (5, [3, 9], [4, 16])
@@ -219,7 +219,7 @@ def test_single_samples_and_the_length_are_available() -> None:
 
 
 def test_an_exception_takes_the_place_of_a_batch() -> None:
-    """As an exception of the dataset: builtin ones keep their type, and the next batch follows."""
+    """An exception is raised as from the dataset: builtin ones keep their type, and the next batch follows."""
 
     def fail(dataset: str, epoch: int, batch: int) -> None:
         if batch == 2:
@@ -239,7 +239,7 @@ def test_an_exception_takes_the_place_of_a_batch() -> None:
 
 
 def test_a_broken_connection_is_retried() -> None:
-    """The batch is requested again on a new connection, and no batch is lost or repeated."""
+    """The batch is requested again on a new connection; each batch arrives once."""
     calls: list[tuple[str, int, int]] = []
 
     def break_once(dataset: str, epoch: int, batch: int) -> None:
@@ -306,7 +306,7 @@ def test_a_closed_fake_is_unreachable() -> None:
 
 
 def test_a_dataset_that_changes_is_noticed() -> None:
-    """As by a real server, when a loader is registered."""
+    """A changed length raises DatasetChanged when a loader is registered, as with a real server."""
     samples = [*range(8)]
     with FakeServer({"samples": samples}) as fake:
         loading = loader(fake.url, dataset="samples")
@@ -358,7 +358,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, pytest.fail.Exception])
 def test_an_exception_that_is_not_an_error_takes_the_place_of_a_batch(error: type[BaseException]) -> None:
-    """It does not end the thread that loads, and the next batch follows."""
+    """Such an exception does not end the loading thread, and the next batch follows."""
 
     def fail(dataset: str, epoch: int, batch: int) -> None:
         if batch == 1:
@@ -390,7 +390,7 @@ def test_no_iterator_of_the_dataset_is_open_after_its_session() -> None:
 
 
 def test_a_sample_is_requested_again_after_a_disconnection() -> None:
-    """As a batch is; an outage ends in an error."""
+    """A single sample is retried like a batch; an outage raises an error."""
     calls: list[int] = []
 
     def fail(dataset: str, epoch: int, batch: int) -> None:
@@ -406,20 +406,20 @@ def test_a_sample_is_requested_again_after_a_disconnection() -> None:
 
 
 def test_a_pickled_dataset_refers_to_its_server_by_url() -> None:
-    """As with a real server: the copy uses the same server while it is open, and contains no datasets."""
+    """A copy uses the same server while it is open, and contains no datasets, as with a real server."""
     with FakeServer({"locks": [threading.Lock()], "a": [*range(5)]}) as fake:
         found = pickle.loads(pickle.dumps(RemoteDataset(fake.url, "a")))
         assert found[2] == 2
 
 
 def test_a_url_may_end_with_a_slash() -> None:
-    """As that of a real server."""
+    """A trailing slash of the URL is ignored, as for a real server."""
     with FakeServer({"a": [*range(5)]}) as fake:
         assert RemoteDataset(fake.url + "/", reconnect_timeout=0)[2] == 2
 
 
 def test_several_fakes_share_an_epoch() -> None:
-    """A client that is given both fetches from both; the dataset can be copied, as some frameworks do."""
+    """A client of two fake servers fetches from both, also with a copy of the dataset as frameworks make."""
     used: set[int] = set()
 
     def seen(number: int) -> Callable[[str, int, int], None]:

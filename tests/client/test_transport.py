@@ -72,14 +72,14 @@ def connected(server: BatchServer, spec: LoaderSpec = SPEC) -> Connection:
 
 
 def received(connection: Connection, wanted: Range, max_bytes: int = MAX_BYTES) -> list[Frame]:
-    """The frames of the response to one request."""
+    """Return the frames of the response to one request."""
     connection.send(wanted)
     buffers = HostBuffers("numpy", BufferPool())
     return list(codec.read_all(connection.receive(buffers, wanted.stop - wanted.start, max_bytes)))
 
 
 def test_a_response_has_the_first_batches_of_its_range(transport: str) -> None:
-    """At least one, and none that was not requested; further requests use the same connection."""
+    """A response has at least one batch, and only requested ones; further requests use the same connection."""
     with hosted(transport, list(range(8))) as server:
         connection = connected(server)
         found: list[Frame] = []
@@ -95,7 +95,7 @@ def test_a_response_has_the_first_batches_of_its_range(transport: str) -> None:
 
 
 def test_the_indices_of_a_client_side_sampler_are_sent(transport: str) -> None:
-    """One frame of indices for each batch of the range."""
+    """The request contains one frame of indices for each batch of the range."""
     spec = replace(SPEC, order="client", session="s", batch_size=1)
     lists = {1: [7, 5], 2: [0, 0]}
     with hosted(transport, list(range(8))) as server:
@@ -143,7 +143,7 @@ def test_a_response_beyond_the_limit_is_refused(transport: str) -> None:
 
 
 def test_an_unknown_loader_is_refused(transport: str) -> None:
-    """By an error of teleloader's, which is not that of a broken connection."""
+    """An unknown loader raises an error of teleloader, not a connection error."""
     with hosted(transport, [1, 2]) as server:
         connection = server.connect("0" * 32, 0, "test", lambda: REPORT)
         with pytest.raises(UnknownLoader) as raised:
@@ -153,7 +153,7 @@ def test_an_unknown_loader_is_refused(transport: str) -> None:
 
 
 def test_a_closed_server_is_unreachable(transport: str) -> None:
-    """A new connection to it raises what a broken connection raises."""
+    """A new connection to a closed server raises the same error as a broken connection."""
     with hosted(transport, [1, 2]) as server:
         pass
     with pytest.raises(TransportError):
