@@ -25,7 +25,7 @@ UNKNOWN = {"name": "numpy", "skip_reason": "Dependency not found on PyPI and cou
     ],
 )
 def test_only_what_was_looked_up_passes(dependencies: list[dict[str, Any]], code: int, words: str) -> None:
-    """A package that nothing was found out about is no package without vulnerabilities."""
+    """A package without any audit result does not count as a package without vulnerabilities."""
     audit = runpy.run_path(str(ROOT / ".ci" / "audit.py"))
     found, sentence = audit["verdict"](dependencies)
     assert found == code

@@ -1,4 +1,4 @@
-"""docker-compose.yml brought up for real, on built images, where TELELOADER_TEST_COMPOSE="docker compose" says so."""
+"""Test of docker-compose.yml with real containers; runs if TELELOADER_TEST_COMPOSE="docker compose" is set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compose(*arguments: str) -> None:
 
 
 def log_of(service: str) -> str:
-    """What a service has written; podman-compose cannot show what is not ASCII."""
+    """Return the log of a service; podman-compose cannot show characters other than ASCII."""
     engine = Path(COMPOSE.split()[0]).name.removesuffix("-compose")
     labels = {"project": PROJECT, "service": service}
     filters = [f"--filter=label=com.docker.compose.{name}={value}" for name, value in labels.items()]
@@ -53,7 +53,7 @@ def started() -> Iterator[None]:
 
 
 def sent() -> float | None:
-    """How many batches the loader has sent, as Prometheus sees it; None while nobody answers."""
+    """Return the number of batches that the loader has sent, from /metrics; None while the server is unavailable."""
     token = (ROOT / "docker" / "secrets" / "prometheus-token").read_text()
     try:
         answer = httpx.get(f"{URL}/metrics", headers={"Authorization": f"Bearer {token}"}, trust_env=False)
@@ -64,14 +64,14 @@ def sent() -> float | None:
 
 
 def learned(trainer: str) -> list[str]:
-    """The loss of each epoch and the result of a trainer that has ended, without what depends on the machine."""
+    """Return the loss of each epoch and the result of a finished training process, without machine-dependent output."""
     while "test accuracy" not in (log := log_of(trainer)):
         time.sleep(0.5)
     return re.findall(r"epoch +\d+|loss [\d.]+|[\d,]+ batches, [\d,]+ samples|test accuracy .*", log)
 
 
 def test_a_loader_that_is_killed_and_started_again_loses_nothing(started: None) -> None:
-    """Both trainers get each batch of each epoch as if nothing had happened: they learn the same, to the last digit."""
+    """A restart of the loader changes no digit of either training process's results: both receive every batch once."""
     while (sent() or 0) < EPOCHS:  # in the first fifteenth of the work
         time.sleep(0.1)
     compose("kill", "loader")

@@ -1,4 +1,4 @@
-"""What is in docker and docs/deploy is valid for the tools of those who run it, and fits what the code says."""
+"""The files in docker and docs/deploy are valid for the tools that use them, and match the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tool(name: str) -> str:
 
 
 def check(*command: str | Path) -> str:
-    """What a tool says that finds nothing wrong."""
+    """Run a tool that must succeed; return its output."""
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -82,7 +82,7 @@ def test_secrets_are_made_once_and_fit(tmp_path: Path) -> None:
 
 
 def test_the_secrets_open_a_server(tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainers' token is for batches, Prometheus' for metrics."""
+    """The training processes' token authorizes requests for batches, and that of Prometheus for metrics."""
     secrets = tmp_path / "secrets"
     check(shutil.copy(DOCKER / "make-secrets.sh", tmp_path))
     server = start_server("--demo", "--num-workers", "1", "--tokens", str(secrets / "tokens.toml"))
@@ -94,7 +94,7 @@ def test_the_secrets_open_a_server(tmp_path: Path, start_server: StartServer, mo
 
 
 def test_the_compose_file_is_valid() -> None:
-    """None of its services may write to its root file system or get more rights."""
+    """No service may write to its root file system or gain privileges."""
     composed = check(tool("docker-compose"), "config")
     assert composed.count("image: ") == composed.count("read_only: true") == 5
     assert composed.count("no-new-privileges:true") == composed.count("cap_drop:") == 5
@@ -125,7 +125,7 @@ def test_what_is_mounted_is_there() -> None:
 
 
 def test_grafana_finds_its_data_and_its_dashboard() -> None:
-    """The dashboard asks a data source of the kind that is provisioned, and is where it is looked for."""
+    """The dashboard uses a data source of the provisioned type, and is in the provisioned folder."""
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
     source = next(one for one in dashboard["templating"]["list"] if one["type"] == "datasource")
     assert f"type: {source['query']}\n" in (DOCKER / "grafana" / "datasource.yml").read_text()
@@ -138,7 +138,7 @@ def test_grafana_finds_its_data_and_its_dashboard() -> None:
 
 
 def test_prometheus_takes_its_configurations(tmp_path: Path) -> None:
-    """What it scrapes under docker compose and in a cluster."""
+    """The scrape configurations for docker compose and for a cluster pass promtool's check."""
     promtool = tool("promtool")
     check(promtool, "check", "config", "--syntax-only", DOCKER / "prometheus.yml")
     # Debian's promtool is built without Kubernetes
@@ -150,7 +150,7 @@ def test_prometheus_takes_its_configurations(tmp_path: Path) -> None:
 
 
 def test_rules_make_of_metrics_what_they_should(tmp_path: Path) -> None:
-    """The ratio that is scaled by, and who is told when."""
+    """Recording rules compute the ratio for autoscaling, and alerts fire under the right conditions."""
     promtool = tool("promtool")
     rules = DEPLOY / "prometheus-rules.yml"
     check(promtool, "check", "rules", rules)
@@ -218,7 +218,7 @@ def test_a_pod_has_time_to_drain() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs systemd")
 def test_the_unit_is_valid_and_exposes_little(tmp_path: Path) -> None:
-    """Of 10 points of exposure it has less than 2; the command is not installed where this runs."""
+    """The unit is valid and has an exposure below 2 of 10; Python replaces the command, which is not installed."""
     analyze = tool("systemd-analyze")
     unit = tmp_path / "teleloader.service"
     text = (DEPLOY / "teleloader.service").read_text()

@@ -24,7 +24,7 @@ report = {{"status": len(failed), "passed": 7, "failed": failed, "skipped": 2}}
 Path(os.environ["TEST_REPORT"]).write_text(json.dumps(report))
 sys.exit(len(failed))
 """
-"""A test run of which one test fails, the first time or always."""
+"""Test run in which one test fails, the first time or always."""
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def ci(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def step_with_tests(ci: Any, *, always: bool) -> Any:
-    """A step whose test fails once, or always."""
+    """Return a step whose test fails once, or always."""
     Path("fake.py").write_text(RESULT.format(always=always))
     command = f"{sys.executable} fake.py"
     return ci("steps").Step("tests", command, pytest=command)
 
 
 def test_independent_steps_run_side_by_side(ci: Any) -> None:
-    """Each of these two waits for the other one."""
+    """Two steps that wait for each other both finish."""
     steps = ci("steps")
     wait = "touch {}; until [ -e {} ]; do sleep 0.01; done"
     run = steps.Steps([steps.Step("a", wait.format("x", "y")), steps.Step("b", wait.format("y", "x"))], 2, 60)
@@ -53,7 +53,7 @@ def test_independent_steps_run_side_by_side(ci: Any) -> None:
 
 
 def test_a_step_waits_for_the_steps_before_it(ci: Any) -> None:
-    """Also where a lane is free."""
+    """A step waits for its predecessors even if a lane is free."""
     steps = ci("steps")
     run = steps.Steps([steps.Step("a", "sleep 0.2; touch x"), steps.Step("b", "[ -e x ]", after=("a",))], 2, 60)
     run.run()
@@ -70,7 +70,7 @@ def test_a_failed_step_shows_its_log_and_fails_what_comes_after(ci: Any, capfd: 
 
 
 def test_a_step_that_exceeds_its_time_limit_fails(ci: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """The output says so."""
+    """The output contains the time limit."""
     steps = ci("steps")
     run = steps.Steps([steps.Step("a", "sleep 60", limit_s=1)], 1, 60)
     run.run()
@@ -79,7 +79,7 @@ def test_a_step_that_exceeds_its_time_limit_fails(ci: Any, capfd: pytest.Capture
 
 
 def test_a_tolerated_exit_status_is_no_failure_and_no_pass(ci: Any) -> None:
-    """The table has what it means."""
+    """The table contains the meaning of a tolerated exit status."""
     steps = ci("steps")
     run = steps.Steps([steps.Step("audit", "exit 75", tolerated=(75, "NOT AUDITED"))], 1, 60)
     run.run()
@@ -88,7 +88,7 @@ def test_a_tolerated_exit_status_is_no_failure_and_no_pass(ci: Any) -> None:
 
 
 def test_a_few_failed_tests_run_again(ci: Any) -> None:
-    """One that passes then is flaky; the sums count it as passed."""
+    """A test that passes when it is repeated is flaky, and counts as passed in the totals."""
     run = ci("steps").Steps([step_with_tests(ci, always=False)], 2, 60)
     run.run()
     assert not run.failed
@@ -97,7 +97,7 @@ def test_a_few_failed_tests_run_again(ci: Any) -> None:
 
 
 def test_a_test_that_fails_twice_fails_the_run(ci: Any) -> None:
-    """It is not flaky."""
+    """A test that also fails when it is repeated fails the run and is not flaky."""
     run = ci("steps").Steps([step_with_tests(ci, always=True)], 2, 60)
     run.run()
     assert run.failed == ["tests"]
@@ -117,7 +117,7 @@ def test_a_test_that_fails_twice_fails_the_run(ci: Any) -> None:
     ids=["no report", "interrupted", "none named", "not collected", "too many"],
 )
 def test_other_failures_do_not_run_again(ci: Any, tests: Any) -> None:
-    """Tests that did not run to their end, files that could not be collected, and more failures than three."""
+    """Aborted tests, collection errors and more than three failures are not repeated."""
     assert not ci("steps").may_run_again(tests)
 
 
@@ -133,7 +133,7 @@ def test_a_test_that_is_flaky_twice_in_ten_recorded_runs_is_named(ci: Any) -> No
 
 
 def test_the_age_of_the_last_nightly_run_is_stated(ci: Any) -> None:
-    """With its outcome, and without a run."""
+    """The text has the age and outcome of the last nightly run, or states that there is none."""
     records = ci("records")
     assert "No nightly run" in records.last_nightly()
     now = datetime.datetime(2030, 1, 5, tzinfo=datetime.UTC)
@@ -148,7 +148,7 @@ def test_the_age_of_the_last_nightly_run_is_stated(ci: Any) -> None:
 
 
 def test_a_step_that_runs_apart_replaces_its_own_record(ci: Any) -> None:
-    """Those of the other steps stay; steps that no longer exist are dropped."""
+    """Records of other steps stay; records of steps that no longer exist are dropped."""
     records = ci("records")
     for outcomes in ({"fuzz": {"failed": True}, "chaos": {"failed": False}, "old": {}}, {"fuzz": {"failed": False}}):
         records.write(records.NIGHTLY, records.recorded_steps(outcomes, ["chaos", "fuzz"]))
@@ -158,7 +158,7 @@ def test_a_step_that_runs_apart_replaces_its_own_record(ci: Any) -> None:
 
 
 def test_named_steps_run_with_those_that_they_come_after(ci: Any) -> None:
-    """And without the others."""
+    """Selected steps run with their predecessors, and without other steps."""
     checks, steps = ci("checks"), ci("steps")
     every = [
         steps.Step("a", ""),
@@ -174,7 +174,7 @@ def test_named_steps_run_with_those_that_they_come_after(ci: Any) -> None:
 
 @pytest.mark.parametrize("which", ["gate", "nightly"])
 def test_steps_come_after_steps_that_exist(ci: Any, which: str) -> None:
-    """Each step's name is its own, and so is its log."""
+    """Predecessors are existing steps, and names of steps and of log files are unique."""
     steps = list(getattr(ci("checks"), which)())
     names = [step.name for step in steps]
     assert len(set(names)) == len({step.log for step in steps}) == len(names)
