@@ -1,16 +1,16 @@
-"""Runs the code of a page of the documentation, from top to bottom, as its reader would.
+"""Execution of the code on a documentation page, from top to bottom.
 
-- A block that begins with a comment that names a file (``# my_package/data.py``) is that file.
-- TOML is read by the server's own reader, of tokens where it has a ``sha256``, else of configurations.
-- Shell commands run in the page's folder. A server is left running until the page ends, ``--watch`` is ended as Ctrl-C
-  does it. What installs or builds is not run: the extras and targets that it names must be there.
-- ``export NAME=value`` is said on the machine that trains: it holds for all that follows but servers.
-- ``tl_...`` stands for the token that was shown last.
-- A ``text`` block is what the last command printed, but for the numbers; ``...`` stands for what differs otherwise.
-- Python runs in one namespace; ``>>>`` shows what comes out. ``<!-- skip: next -->`` before a block leaves it out.
+- A block that begins with a comment with a file name (``# my_package/data.py``) is written to that file.
+- TOML is read by the server's own reader: as tokens if it contains a ``sha256``, otherwise as a configuration.
+- Shell commands run in the page's folder. A server runs until the page ends; ``--watch`` is ended by SIGINT. Commands
+  that install or build are not run, but the extras and targets that they name must exist.
+- ``export NAME=value`` applies to the machine that trains: to all subsequent commands except servers.
+- ``tl_...`` represents the token that was printed last.
+- A ``text`` block is the output of the last command, except for numbers; ``...`` represents other varying parts.
+- Python runs in one namespace; ``>>>`` shows its output. ``<!-- skip: next -->`` before a block skips the block.
 
-The addresses 10.0.0.x of a page become addresses of this machine's loopback network that are the page's own, and port
-8000 becomes a free one. Since a server on 10.0.0.x starts with tokens only, one without is complained of here too.
+The addresses 10.0.0.x of a page are replaced by addresses of the loopback network that are unique to the page, and port
+8000 by a free one. A server on 10.0.0.x would not start without tokens, so one without tokens is an error here, too.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ NOT_RUN: Final = ("docker", "podman", "sudo", "systemctl", "kubectl", "git", "ul
 _FILE = re.compile(r"# ([\w./-]+\.(?:py|toml|json))\n")
 _VARIES = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _NUMBER = re.compile(r"\b\d[\d.,:-]*(?: ?(?:[numkKMGT]?s|[KMGT]?i?B))?\b")
-"""With its unit: another machine may need another one."""
+"""Number with its unit, which may differ on another machine."""
 _TOKEN = re.compile(r"\btl_[\w-]{40,}")
 _ANY_TOKEN: Final = "tl_..."
 _networks = count(1)
 
 
 def same_but(expected: str, got: str) -> bool:
-    """Whether `got` is `expected`, whatever the numbers are, and with anything where that has ``...``.
+    """Return True if `got` equals `expected` except for numbers and text that `expected` replaces by ``...``.
 
     A line with nothing else stands for any number of lines, also for none.
     """
@@ -63,7 +63,7 @@ def same_but(expected: str, got: str) -> bool:
 
 
 class Page:
-    """A page, its folder, and what runs there.
+    """One page with its folder and running processes.
 
     Args:
         path: The Markdown file.
@@ -94,7 +94,7 @@ class Page:
         self._text.write_text(self.here(path.read_text(encoding="utf-8")), encoding="utf-8")
 
     def here(self, text: str) -> str:
-        """The text with the addresses and the port that the page has."""
+        """Return a text of the page with its addresses and port replaced."""
         head, _, last = self._network.rpartition(".")
         text = re.sub(r"\b10\.0\.0\.(\d)\b", lambda found: f"{head}.{int(last) + int(found[1])}", text)
         return re.sub(r"(?<=[: ])8000\b", str(self._port), text)
@@ -189,7 +189,7 @@ class Page:
 
 
 def _commands(folder: Path) -> Path:
-    """A folder with the commands of this checkout, whatever is installed."""
+    """Create a folder with the commands of this checkout, independent of installed ones."""
     commands = folder / ".bin"
     commands.mkdir()
     programs = {

@@ -1,4 +1,4 @@
-"""docs/errors.md: each text in it is what is really said, and each error here is in it."""
+"""docs/errors.md: each of its texts is a real error message, and each error of these tests is listed in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ provocations: Final[dict[str, Provoke]] = {}
 
 
 def meets(heading: str) -> Callable[[Provoke], Provoke]:
-    """Below this heading stands what the function returns."""
+    """Register a function that returns the text below this heading."""
 
     def note(provoke: Provoke) -> Provoke:
         provocations[heading] = provoke
@@ -58,14 +58,14 @@ def raised_by(cause: Callable[[], object]) -> str:
 
 
 def logged_by(*arguments: str, **environment: str) -> str:
-    """What a server that does not start says last."""
+    """Return the last log entry of a server that fails to start."""
     done = piped(SERVER, "--port", "0", *arguments, **environment)
     assert done.code != 0
     return re.split(r" ERROR +", done.err)[-1]
 
 
 def without(module: str, program: str) -> str:
-    """What a program says where a module is not installed."""
+    """Return the error message of a program if `module` is not installed."""
     blocked = f"import sys; sys.modules[{module!r}] = None; {program}"
     done = subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
@@ -74,7 +74,7 @@ def without(module: str, program: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests' own environment holds does not count."""
+    """Remove the settings of the tests' own environment."""
     for name in ("TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY"):
         monkeypatch.delenv(f"TELELOADER_{name}", raising=False)
 
@@ -92,7 +92,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def epoch_of(server: ServerProcess, dataset: str, **options: Any) -> str:
-    """What a loop over a dataset raises."""
+    """Return the error of a loop over a dataset."""
     loader = DataLoader(RemoteDataset(server.url, dataset), batch_size=8, output="numpy", **options)
     return raised_by(lambda: list(loader))
 
@@ -247,7 +247,7 @@ def _(start_server: StartServer, files: Files) -> str:
 
 
 class Held:
-    """Its samples come when they are let go."""
+    """Dataset whose samples wait until they are released."""
 
     def __init__(self) -> None:
         self.asked_for = Event()
@@ -451,7 +451,7 @@ def without_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make torch report a single GPU, the current one."""
+    """Make torch report a single GPU as the current one."""
     need("torch")
     import torch
 
@@ -519,7 +519,7 @@ def _(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class FullDevice(devices.JaxDevice):
-    """A device whose memory is exhausted when the second batch is copied."""
+    """Device whose memory is exhausted when the second batch is copied."""
 
     def __init__(self) -> None:
         self._copies = 0
@@ -651,7 +651,7 @@ def _(server: ServerProcess) -> str:
 
 @pytest.mark.parametrize("heading", provocations)
 def test_the_page_has_the_text(heading: str, request: pytest.FixtureRequest) -> None:
-    """Provoked for real; numbers may be others, and ``...`` stands for what else may differ."""
+    """The page has the text of the provoked error, except for numbers and parts written as ``...``."""
     need("sybil")
     from tests.docs.pages import same_but
 
@@ -664,5 +664,5 @@ def test_the_page_has_the_text(heading: str, request: pytest.FixtureRequest) -> 
 
 
 def test_each_text_of_the_page_is_provoked() -> None:
-    """None stands there that nobody has seen."""
+    """A test provokes each text of the page."""
     assert set(TEXTS) <= set(provocations)

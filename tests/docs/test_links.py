@@ -19,20 +19,20 @@ FILES = [
 
 
 def links(path: Path) -> list[str]:
-    """Where a file's links lead, but for those to other sites; code has none."""
+    """Return the targets of a file's links, except external ones and those in code."""
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)
 
 
 def anchors(path: Path) -> set[str]:
-    """Those that GitHub gives to a file's headings."""
+    """Return the anchors that GitHub generates for a file's headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
 def test_links_lead_somewhere(path: Path) -> None:
-    """To a file that is there, and to a heading of it."""
+    """Each link leads to an existing file and heading."""
     for link in links(path):
         name, _, anchor = link.partition("#")
         target = (path.parent / name).resolve() if name else path

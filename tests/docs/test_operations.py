@@ -1,4 +1,4 @@
-"""What docs/operations.md says of advice and of metrics is what a server says."""
+"""Recommendations and metrics in docs/operations.md equal those of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUOTED = re.findall(r"\*“(.+?)”\*", PAGE)
 
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_the_advice_that_is_explained_is_given(quoted: str) -> None:
-    """In one of the cases that the verdict's own test has, but for the numbers."""
+    """Each explained recommendation is in a case of the diagnosis tests, except for numbers."""
     need("sybil")
     from tests.docs.pages import same_but
 

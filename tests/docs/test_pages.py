@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT, need
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-"""Some have no code that could be run; what they have is checked wherever it comes to be."""
+"""Pages whose code blocks run; a page may have none."""
 
 
 @pytest.mark.timeout(600)  # a page has a dozen commands, and each is another Python that starts

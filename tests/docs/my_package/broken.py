@@ -1,4 +1,4 @@
-"""Datasets with what users run into."""
+"""Datasets with errors that users encounter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.docs.my_package.data import Images
 
 
 class Broken:
-    """Sample 17 is made by a function that fails."""
+    """Dataset whose sample 17 fails."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self._make = make
@@ -27,7 +27,7 @@ class Broken:
 
 
 class DamagedImage(Exception):
-    """An exception that is no builtin one."""
+    """Exception that is not builtin."""
 
 
 def _value_error(index: int) -> None:
@@ -49,6 +49,6 @@ no_dataset = object()
 
 
 def cannot_be_built() -> Images:
-    """A factory whose data are not there."""
+    """Fail like a factory whose data are missing."""
     with open("/data/train.tar", "rb"):
         return Images()

@@ -39,7 +39,7 @@ stream = Stream()
 
 
 def make_dataset(split: str) -> Images:
-    """One of them by its name."""
+    """Return a dataset by its name."""
     return {"train": train, "validation": validation}[split]
 
 
@@ -49,9 +49,9 @@ def stack(samples: list[Any]) -> list[NDArray[Any]]:
 
 
 def pad_batch(samples: list[Any]) -> list[NDArray[Any]]:
-    """Another one."""
+    """Return a padded batch."""
     return stack(samples)
 
 
 def open_files(worker: int) -> None:
-    """What a worker does first."""
+    """Run once in a worker before its first batch."""
