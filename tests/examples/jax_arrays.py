@@ -1,4 +1,4 @@
-"""What holds of batches of JAX arrays: ``python -m tests.examples.jax_arrays RULE URL`` (see test_frameworks.py)."""
+"""Rules for batches of JAX arrays: ``python -m tests.examples.jax_arrays RULE URL`` (see test_frameworks.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from teleloader import DataLoader, RemoteDataset
 
 
 def first_types(url: str) -> dict[str, str]:
-    """The type of each array in a first batch; whatever is no array is left out."""
+    """Return the dtype of each array in a first batch."""
     batch = next(iter(DataLoader(RemoteDataset(url, "types"), batch_size=4, output="jax")))
     assert batch["str"] == ["0", "1", "2", "3"]
     for name in ("bool", "uint8", "int64", "float64", "bfloat16", "float8_e4m3fn"):
@@ -23,7 +23,7 @@ def first_types(url: str) -> dict[str, str]:
 
 
 def expected_types() -> dict[str, str]:
-    """What JAX makes of the same, here and now."""
+    """Return the dtypes to which JAX converts the same arrays in this process."""
     import ml_dtypes
 
     names = ("bool", "uint8", "int32", "int64", "uint64", "float16", "float32", "float64", "complex128")
@@ -34,7 +34,7 @@ def expected_types() -> dict[str, str]:
 
 
 def types_are_those_that_jax_gives_them(url: str) -> None:
-    """32 bits in place of 64; bfloat16 and float8 are themselves."""
+    """Check that 64-bit types become 32-bit ones, and that bfloat16 and float8 are kept."""
     types = first_types(url)
     assert types == expected_types()
     assert (types["int64"], types["int"], types["float64"], types["uint64"]) == ("int32", "int32", "float32", "uint32")
@@ -50,7 +50,7 @@ def types_are_wide_with_jax_enable_x64(url: str) -> None:
 
 
 def the_context_manager_of_x64_holds_for_batches(url: str) -> None:
-    """Where JAX's own arrays are wide, batches are so as well."""
+    """Check that batches are 64-bit arrays where JAX's own arrays are."""
     with jax.enable_x64(True):
         assert first_types(url) == expected_types()
 

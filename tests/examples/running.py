@@ -1,4 +1,4 @@
-"""How the examples are run: as a person runs them, each in a process of its own, where every warning is an error."""
+"""Execution of the examples as separate processes, in which every warning is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 
 def need_framework(module: str) -> None:
-    """Skip a test whose framework is not installed; with TELELOADER_TEST_FRAMEWORKS=1 it fails instead."""
+    """Skip a test whose framework is not installed; fail it with TELELOADER_TEST_FRAMEWORKS=1."""
     if importlib.util.find_spec(module) is None:
         if os.environ.get("TELELOADER_TEST_FRAMEWORKS") == "1":
             pytest.fail(f"{module} must be installed where TELELOADER_TEST_FRAMEWORKS=1 is set")
@@ -22,17 +22,17 @@ def need_framework(module: str) -> None:
 
 
 def run_example(*arguments: str, ignore: tuple[str, ...] = (), **environment: str) -> str:
-    """What Python prints on its standard output when it is run with `arguments` in the checkout's folder.
+    """Run Python with `arguments` in the checkout's folder; return its standard output.
 
     Args:
-        arguments: Of the interpreter, the script's path first.
-        ignore: Warnings of others than us that may be given, as PYTHONWARNINGS has them.
-        environment: Set besides.
+        arguments: Arguments of the interpreter, starting with the script's path.
+        ignore: Warnings of other packages to ignore, in the format of PYTHONWARNINGS.
+        environment: Additional environment variables.
     """
     strict = {**os.environ, "PYTHONWARNINGS": ",".join(("error", *ignore)), **environment}
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=strict, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "Exception ignored" not in done.stderr, done.stderr  # what a finalizer or a thread could not raise
+    assert "Exception ignored" not in done.stderr, done.stderr  # exceptions in finalizers and threads
     return done.stdout
 
 

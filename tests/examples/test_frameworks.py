@@ -1,7 +1,7 @@
-"""Lightning, accelerate and JAX, each with a script of its own in examples/.
+"""Lightning, accelerate and JAX, each with its own script in examples/.
 
-They are large: ``pip install --editable . --group dev --group frameworks`` installs them, after a torch
-for CPUs. Without a framework its tests are skipped; with TELELOADER_TEST_FRAMEWORKS=1 in the environment they fail.
+The frameworks are large: ``pip install --editable . --group dev --group frameworks`` installs them, after a torch for
+CPUs. Without a framework its tests are skipped; with TELELOADER_TEST_FRAMEWORKS=1 in the environment they fail.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.conftest import StartServer
 from tests.examples.running import figure, need_framework, run_example
 
 LIGHTNINGS_OWN = ("ignore:`isinstance(treespec:FutureWarning", "ignore:The dirpath has changed:UserWarning")
-"""It uses what torch has deprecated; and it is told to save in another folder than that of the resumed run."""
+"""Warnings of Lightning on a deprecated function of torch, and on another folder than that of the resumed run."""
 
 
 def lightning(url: str, folder: Path, *arguments: str) -> str:
@@ -37,7 +37,7 @@ def test_lightning_trains_and_validates(start_server: StartServer, tmp_path: Pat
 
 @pytest.mark.parametrize("stop", [10, 25, 35], ids=["first epoch", "between", "second epoch"])
 def test_lightning_resumes_where_it_left(stop: int, start_server: StartServer, tmp_path: Path) -> None:
-    """Weights and position are those of the run that was not interrupted, to the last bit."""
+    """Weights and position equal those of the uninterrupted run, to the last bit."""
     need_framework("lightning")
     server = start_server("--demo", "--num-workers", "2")
     whole = lightning(server.url, tmp_path / "whole")
@@ -48,14 +48,14 @@ def test_lightning_resumes_where_it_left(stop: int, start_server: StartServer, t
 
 
 def test_lightnings_epochs_are_those_of_a_plain_loop(start_server: StartServer, tmp_path: Path) -> None:
-    """An iterator of which no batch was taken leaves the epoch to the next one."""
+    """An iterator from which no batch was requested does not count as an epoch."""
     need_framework("lightning")
     server = start_server("--demo", "--num-workers", "2")
     assert "next is sample 0 of epoch 2\n" in lightning(server.url, tmp_path)
 
 
 def test_accelerate(start_server: StartServer) -> None:
-    """It learns from every sample of each epoch; its save_state and load_state go on in the middle of one."""
+    """Training uses every sample of each epoch; save_state and load_state resume within an epoch."""
     need_framework("accelerate")
     server = start_server("--demo", "--num-workers", "2")
     printed = run_example("examples/with_accelerate.py", "--url", server.url, ACCELERATE_USE_CPU="true")
@@ -65,7 +65,7 @@ def test_accelerate(start_server: StartServer) -> None:
 
 
 def test_accelerate_on_two_ranks(start_server: StartServer) -> None:
-    """They divide each epoch; one sample is repeated, because there are 1,541. Each test image is told once."""
+    """The ranks divide each epoch of 1,541 samples with one repeated sample; each test image is counted once."""
     need_framework("accelerate")
     server = start_server("--demo", "--num-workers", "2")
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
@@ -126,7 +126,7 @@ class Large:
     ],
 )
 def test_jax_arrays(rule: str) -> None:
-    """See jax_arrays.py: in a process of its own, as JAX warns when one is forked that has loaded it."""
+    """Each rule in jax_arrays.py runs in a separate process, as JAX warns if a process that loaded it forks."""
     need_framework("jax")
     with serve({"types": OfEachType(), "large": Large()}, num_workers=2) as url:
         run_example("-m", "tests.examples.jax_arrays", rule, url)

@@ -50,7 +50,7 @@ def _trained(loader: DataLoader, folder: Path, checkpoint: Path | None = None) -
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    # another seed where it resumes: nothing may depend on it
+    # another seed after the resume, on which nothing may depend
     lightning.seed_everything(20 if checkpoint is None else 77, verbose=False)
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = lightning.Trainer(

@@ -15,7 +15,7 @@ from tests.examples.running import figure, run_example
 
 
 def test_a_plain_pytorch_loop(start_server: StartServer) -> None:
-    """It sees every sample in each epoch, and learns."""
+    """The loop processes every sample in each epoch, and the model learns."""
     need("torch")
     server = start_server("--demo", "--num-workers", "2")
     printed = run_example("examples/plain_pytorch.py", "--url", server.url)
@@ -25,7 +25,7 @@ def test_a_plain_pytorch_loop(start_server: StartServer) -> None:
 
 
 def test_torch_decides_the_order_of_a_plain_loop(start_server: StartServer) -> None:
-    """After the same ``torch.manual_seed`` the same comes out, whoever made the batches."""
+    """The same ``torch.manual_seed`` gives the same output with any number of the server's workers."""
     need("torch")
     printed = {
         run_example("examples/plain_pytorch.py", "--url", server.url, "--epochs", "2")
@@ -48,7 +48,7 @@ def test_two_ranks_see_each_sample_exactly_once(arguments: tuple[str, ...], free
 
 
 def test_asyncio() -> None:
-    """Two loaders are read at once, each to its end. That other work goes on is the next test's."""
+    """Two loaders are read concurrently, each to its end."""
     printed = run_example("examples/with_asyncio.py")
     assert "one: 6 batches, sum 1770" in printed
     assert "two: 6 batches, sum 1770" in printed
@@ -56,7 +56,7 @@ def test_asyncio() -> None:
 
 
 class Held:
-    """Sample i is i; the third one is held back until it is let go."""
+    """Dataset in which sample i is i; the third one waits until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.let_go = multiprocessing.Event(), multiprocessing.Event()
@@ -72,9 +72,9 @@ class Held:
 
 
 def test_a_cancelled_coroutine_takes_no_batch() -> None:
-    """What it did not get is what comes next when the loop is resumed, as after every other interruption.
+    """A batch that a cancelled coroutine did not receive comes first when the loop is resumed.
 
-    The coroutine that cancels it gets its turn while a batch is held back: nothing blocks the event loop.
+    The coroutine that cancels it runs while a batch is held back: nothing blocks the event loop.
     """
     held, got = Held(), list[int]()
 

@@ -169,7 +169,7 @@ def _resume(make: Callable[[], Any]) -> tuple[list[str], set[str]]:
 @pytest.mark.parametrize("num_workers", range(4))
 @pytest.mark.parametrize("name", DATASETS)
 def test_positions_from_which_each_loader_resumes(name: str, num_workers: int) -> None:
-    """Ours continues from each as the uninterrupted run; torchdata's does but for those that the table names."""
+    """The loader continues from each position as the uninterrupted run; torchdata's does except where listed."""
     need_framework("torchdata")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
