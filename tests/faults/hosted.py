@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 class Rows:
-    """Rows of numbers, each of which says which row it is.
+    """Dataset of rows of numbers, each of which contains its index.
 
     Args:
         length: How many rows.
@@ -26,6 +26,6 @@ class Rows:
 
 
 small = Rows(5000, 2)
-"""Batches of a few hundred bytes."""
+"""Dataset for batches of a few hundred bytes."""
 large = Rows(400, 2**13)
-"""64 KiB a row."""
+"""Dataset with 64 KiB per row."""

@@ -1,11 +1,11 @@
-"""A TCP proxy that does to a connection what bad networks do, for clients and servers under test.
+"""A TCP proxy that injects network faults into connections between clients and servers under test.
 
-Two kinds of trouble:
+It has two kinds of faults:
 
-- A `Line` says how bytes flow in both directions, for as long as it is set: late, slowly, in slices, not at all.
-- A fault is armed for one answer, and happens to the answer's body once: `Cut`, `Reset`, `Stall`, `Flip`, `Omit`,
-  `Repeat`, `Rewrite`. Where it does not say at which byte, the proxy's seed does. A `Flip` or a `Rewrite` can be armed
-  for another part too: the head of an answer, or the head of a request.
+- A `Line` sets latency, bandwidth, slicing or a stall in both directions, until it is replaced.
+- A fault is armed for one response, and affects its body once: `Cut`, `Reset`, `Stall`, `Flip`, `Omit`,
+  `Repeat`, `Rewrite`. If it does not specify a byte, the proxy's seed does. A `Flip` or a `Rewrite` can be armed
+  for another part too: the head of a response, or the head of a request.
 
 ::
 
@@ -14,7 +14,7 @@ Two kinds of trouble:
         proxy.arm(Reset(at=1000))
         loader = DataLoader(RemoteDataset(proxy.url, "train"), 32)
 
-The proxy runs in a thread of its own; everything public may be used from any thread.
+The proxy runs in its own thread; all public methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 _CHUNK: Final = 2**16
 _QUEUED_CHUNKS: Final = 64
 _STEPS_PER_SECOND: Final = 50
-"""In how many pieces a second's worth of a narrow line is passed."""
+"""Number of pieces per second over a line with limited bandwidth."""
 _BATCHES: Final = "/batches"
 
 _REQUEST = re.compile(rb"(?:GET|POST|DELETE) (\S+) HTTP/1\.1\r\n")
@@ -47,41 +47,41 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """How bytes flow, in each direction."""
+    """Properties of the flow of bytes, in each direction."""
 
     latency: float = 0.0
-    """Seconds on the way."""
+    """Delay in seconds."""
     bandwidth: float | None = None
-    """Bytes a second."""
+    """Bytes per second."""
     slice: int | None = None
-    """Bytes of the largest piece that arrives at once."""
+    """Maximum size in bytes of a piece."""
     silent: bool = False
-    """Connections are accepted and stay open, and nothing is passed: a black hole."""
+    """Accept connections and keep them open, but pass nothing."""
     buffered: bool = False
-    """An answer is passed when the whole of it is there, as some reverse proxies do."""
+    """Pass a response only when it is complete, as some reverse proxies do."""
     idle_limit: float | None = None
-    """Seconds without a byte after which a connection is cut, as reverse proxies and firewalls do."""
+    """Seconds without data after which a connection is closed, as by reverse proxies and firewalls."""
 
 
 class After(Enum):
-    """What comes after the bytes that a fault lets through."""
+    """Action after the bytes that a fault passes."""
 
     MORE = auto()
-    """The next answer, as if nothing had been."""
+    """Continue with the next response."""
     FIN = auto()
     RST = auto()
     SILENCE = auto()
 
 
 Part = Literal["body", "head", "request"]
-"""What a fault happens to: the body of an answer, its head, or the head of a request."""
+"""Part that a fault affects: the body of a response, its head, or the head of a request."""
 
 
 class Fault(Protocol):
-    """What happens to one answer."""
+    """Fault of one response."""
 
     def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
-        """What arrives of the body, and what comes after it."""
+        """Return the bytes of the body to pass, and the action after them."""
 
 
 def _place(at: int | None, body: bytes, rng: random.Random) -> int:
@@ -133,7 +133,7 @@ class Flip:
     bit: int = 0
 
     def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
-        """The body with one wrong bit."""
+        """Return the body with one flipped bit."""
         at = _place(self.at, body, rng)
         return body[:at] + bytes([body[at] ^ 1 << self.bit]) + body[at + 1 :], After.MORE
 
@@ -166,7 +166,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """The body is what `change` makes of it; the head still says its old size."""
+    """Replace the body by the result of `change`; the head still declares the original size."""
 
     change: Callable[[bytes], bytes]
 
@@ -176,20 +176,20 @@ class Rewrite:
 
 
 class FaultProxy:
-    """A proxy in front of one server, from ``with`` to its end.
+    """Proxy for one server, used as a context manager.
 
     Args:
-        target: The server's URL, ``http://host:port``; settable, for a server that moves.
-        seed: Decides what faults leave open.
-        http: Whether HTTP is spoken; faults and buffering need to know where an answer begins and ends.
+        target: URL of the server, ``http://host:port``; can be changed if the server moves.
+        seed: Seed of positions that faults do not specify.
+        http: True if the protocol is HTTP; faults and buffering need the boundaries of responses.
     """
 
     def __init__(self, target: str, *, seed: int = 0, http: bool = True) -> None:
         self.target = target
         self.happened: Counter[str] = Counter()
-        """How often each kind of fault has happened, by its class's name."""
+        """Number of injected faults by class name."""
         self.accepted = 0
-        """Connections that were ever accepted."""
+        """Total number of accepted connections."""
         self._http = http
         self._rng = random.Random(seed)
         self._line = Line()
@@ -212,12 +212,12 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """Where clients connect to."""
+        """URL for clients."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def line(self) -> Line:
-        """How bytes flow now; set it to change that, for connections that exist too."""
+        """Current properties of the flow; setting them also affects open connections."""
         return self._line
 
     @line.setter
@@ -229,11 +229,11 @@ class FaultProxy:
         self._call(change)
 
     def arm(self, fault: Fault, *, path: str = _BATCHES, times: int = 1, part: Part = "body") -> None:
-        """Let `fault` happen to this part of the next answers, or requests, whose path has `path` in it."""
+        """Apply `fault` to this part of the next responses, or requests, whose path contains `path`."""
         self._call(lambda: self._armed.extend([(part, path, fault)] * times))
 
     def disarm(self) -> None:
-        """What was armed and has not happened shall not happen."""
+        """Remove all armed faults."""
         self._call(self._armed.clear)
 
     @property
@@ -260,7 +260,7 @@ class FaultProxy:
     # -- in the proxy's own thread
 
     def take(self, path: str, part: Part = "body") -> Fault | None:
-        """The fault that is armed for this part of the next answer, or request, for `path`; it has happened then."""
+        """Remove and return the fault that is armed for this part of the next response, or request, for `path`."""
         for position, (place, wanted, fault) in enumerate(self._armed):
             if place == part and wanted in path:
                 del self._armed[position]
@@ -270,12 +270,12 @@ class FaultProxy:
 
     @property
     def rng(self) -> random.Random:
-        """Decides what faults leave open."""
+        """Random generator for positions that faults do not specify."""
         return self._rng
 
     @property
     def http(self) -> bool:
-        """Whether HTTP is spoken."""
+        """True if the protocol is HTTP."""
         return self._http
 
     async def flows(self) -> None:
@@ -322,7 +322,7 @@ class FaultProxy:
 
 
 class _Connection:
-    """One client's connection and the one to the server that belongs to it."""
+    """Connection of a client, and the matching connection to the server."""
 
     def __init__(self, proxy: FaultProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -369,7 +369,7 @@ class _Connection:
     async def _way(
         self, writer: asyncio.StreamWriter, source: Callable[[asyncio.Queue[_Parcel]], Coroutine[Any, Any, After]]
     ) -> None:
-        """One direction, from its source to its end."""
+        """Pass the bytes of one direction."""
         parcels: asyncio.Queue[_Parcel] = asyncio.Queue(_QUEUED_CHUNKS)
         delivering = asyncio.ensure_future(self._deliver(parcels, writer))
         try:
@@ -484,7 +484,7 @@ class _Connection:
 
 @dataclass(frozen=True)
 class _Parcel:
-    """Bytes on their way."""
+    """Bytes in transit."""
 
     due: float
     content: bytes

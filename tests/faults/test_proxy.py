@@ -1,4 +1,4 @@
-"""The fault proxy does what it says, and nothing else."""
+"""The fault proxy injects exactly the configured faults."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BODY = bytes(range(100))
 
 
 class Echo(socketserver.BaseRequestHandler):
-    """Sends back what it gets."""
+    """Server that returns received bytes."""
 
     def handle(self) -> None:
-        """Until the other side is gone."""
+        """Return bytes until the client disconnects."""
         try:
             while chunk := self.request.recv(2**16):
                 self.request.sendall(chunk)
@@ -31,12 +31,12 @@ class Echo(socketserver.BaseRequestHandler):
 
 
 class Hundred(BaseHTTPRequestHandler):
-    """Answers each request with a hundred bytes."""
+    """Server that responds to each request with a hundred bytes."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """In two pieces, the second one late."""
+        """Send the response in two pieces, the second one with a delay."""
         self.send_response(200)
         self.send_header("Content-Length", str(len(BODY)))
         self.end_headers()
@@ -80,7 +80,7 @@ def connect(proxy: FaultProxy) -> socket.socket:
 
 
 def receive(client: socket.socket, count: int) -> bytes:
-    """So many bytes, or fewer when the connection ends in order."""
+    """Receive `count` bytes, or fewer if the connection is closed properly."""
     got = b""
     while len(got) < count and (piece := client.recv(count - len(got))):
         got += piece
@@ -88,7 +88,7 @@ def receive(client: socket.socket, count: int) -> bytes:
 
 
 def get(client: socket.socket, path: str = "/batches") -> bytes:
-    """The body of an answer: as much as comes until the connection ends or is silent."""
+    """Return the body of a response as far as it arrives before the connection closes or stalls."""
     client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
     head = b""
     while not head.endswith(b"\r\n\r\n"):
@@ -137,7 +137,7 @@ def test_slices_arrive_one_by_one() -> None:
 
 
 def test_a_silent_line_accepts_and_passes_nothing_until_it_flows() -> None:
-    """Neither on a connection that was there nor on a new one; nothing is lost afterwards."""
+    """A silent line passes nothing on existing and new connections, and all bytes afterwards."""
     with proxied(Echo) as proxy, connect(proxy) as before:
         before.sendall(b"1")
         assert receive(before, 1) == b"1"
@@ -166,7 +166,7 @@ def test_an_idle_connection_is_cut_and_a_busy_one_is_not() -> None:
 
 @pytest.mark.parametrize("reset", [True, False])
 def test_all_connections_are_dropped_at_once(reset: bool) -> None:
-    """By RST or by FIN; a new one is accepted."""
+    """Connections are closed by RST or by FIN; new ones are accepted."""
     with proxied(Echo) as proxy, connect(proxy) as one, connect(proxy) as other:
         eventually(lambda: proxy.connections == 2)
         for client in (one, other):
@@ -187,7 +187,7 @@ def test_all_connections_are_dropped_at_once(reset: bool) -> None:
 
 
 def test_a_server_that_is_not_there_is_a_reset() -> None:
-    """And the proxy goes on: the server may come back elsewhere."""
+    """The proxy resets connections to an unavailable server, and works with a server that starts elsewhere."""
     with proxied(Echo) as proxy:
         there = proxy.target
         with socket.socket() as nobody:
@@ -243,7 +243,7 @@ def test_a_stall_leaves_the_connection_open() -> None:
 
 
 def test_bytes_that_are_omitted_are_never_made_up_for() -> None:
-    """The answer stays short: its reader waits for the rest."""
+    """The response stays short: its reader waits for the rest."""
     with proxied(Hundred) as proxy, connect(proxy) as client:
         proxy.arm(Omit(30, 10))
         client.settimeout(0.3)
@@ -252,7 +252,7 @@ def test_bytes_that_are_omitted_are_never_made_up_for() -> None:
 
 
 def test_a_fault_waits_for_the_path_that_it_is_armed_for() -> None:
-    """Other answers pass."""
+    """Responses for other paths pass unchanged."""
     with proxied(Hundred) as proxy, connect(proxy) as client:
         proxy.arm(Flip(0))
         assert get(client, "/healthz") == BODY
@@ -278,7 +278,7 @@ def test_a_place_that_is_left_open_is_the_seeds() -> None:
 
 
 def test_a_buffering_proxy_passes_an_answer_when_it_is_whole() -> None:
-    """Its first byte comes after the server wrote the last one."""
+    """The first byte arrives after the server has sent the last one."""
 
     def first_byte(line: Line) -> float:
         with proxied(Hundred) as proxy, connect(proxy) as client:
