@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz``: tries hostile inputs, and says what came of them. Exit status 1 when a rule was broken."""
+"""``python -m tests.fuzz``: runs hostile inputs and prints the outcome. Exits with status 1 if a rule is broken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fuzz.watching import Finding, Watch
 
 PARTS: Final = ("frames", "states", "endpoints")
 SHOWN: Final = 400
-"""Bytes of an input that are printed; the command that makes it again is printed too."""
+"""Printed bytes of an input; the command that reproduces it is printed too."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Classes of which no code may run, whatever a frame names: their code writes down that it did."""
+"""Classes whose code must not run, whatever a frame contains: their code records each call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 TOUCHED: Final[list[str]] = []
-"""What ran."""
+"""Names of the methods that ran."""
 NAMES: Final = ("Made", "Kept", "Guarded", "Watching", "Subscribed", "Plain", "Pair", "Counting.Inner", "TOUCHED")
 FIELDS: Final[tuple[list[str], ...]] = (["x"], ["y"], ["x", "y"], ["y", "x"], [])
 
@@ -15,7 +15,7 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 
 class Made(Pair):
-    """A namedtuple with a constructor and a hash of its own."""
+    """Namedtuple with its own constructor and hash."""
 
     def __new__(cls, *args: Any) -> Made:  # noqa: D102
         TOUCHED.append("Made.__new__")
@@ -28,7 +28,7 @@ class Made(Pair):
 
 @dataclass
 class Plain:
-    """Checks what it is given, which a reader leaves alone."""
+    """Dataclass that checks its arguments in a method that readers must not call."""
 
     x: Any
     y: Any = 0
@@ -39,7 +39,7 @@ class Plain:
 
 @dataclass(eq=False)
 class Kept(Plain):
-    """Says goodbye."""
+    """Dataclass with a finalizer."""
 
     def __del__(self) -> None:
         TOUCHED.append("Kept.__del__")
@@ -47,7 +47,7 @@ class Kept(Plain):
 
 @dataclass
 class Guarded:
-    """Has a property in the place of a field."""
+    """Dataclass with a property in place of a field."""
 
     x: Any
 
@@ -80,7 +80,7 @@ class Counting:
 
     @dataclass
     class Inner:
-        """Which is found by a qualified name."""
+        """Class with a qualified name."""
 
         x: Any
 
@@ -99,4 +99,4 @@ class Subscribed(tuple[Any, ...]):
         return cls
 
 
-TOUCHED.clear()  # what ran while these classes were made
+TOUCHED.clear()  # calls during the definition of these classes

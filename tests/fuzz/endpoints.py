@@ -1,7 +1,7 @@
-"""A live server under hostile requests: it refuses them, stays alive, and a client beside them gets what it should.
+"""A server under hostile requests must reject them and keep running, while another client receives correct batches.
 
-Two attackers: schemathesis, which knows the server's OpenAPI page, where it is installed; and raw sockets, which send
-broken HTTP, and broken index lists in right HTTP.
+There are two attackers: schemathesis, if it is installed, which uses the server's OpenAPI page; and raw sockets, which
+send invalid HTTP, and invalid index lists in valid HTTP.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from tests.fuzz.mutation import mutate_bytes
 from tests.raw import Raw
 
 PATIENCE: Final = 10.0
-"""Seconds that a raw connection waits for an answer."""
+"""Seconds that a raw connection waits for a response."""
 MOST_ANSWER: Final = 2**20
 ALLOWED: Final = 503
-"""The one status of a server error that is documented for a server that is well."""
+"""The only 5xx status that is documented for a healthy server."""
 UNSUPPORTED: Final = 505
-"""Status for a request line with another version of HTTP, which only raw bytes can have."""
+"""Status for a request line with another HTTP version, which only raw bytes can contain."""
 RAW_SHARE: Final = 10
-"""A raw connection takes longer than an execution without a network, so there is one for so many that are asked for."""
+"""Number of requested executions per raw connection, which is slower than an execution without a network."""
 
 
 @dataclass(slots=True)
 class Attack:
-    """What came of it."""
+    """Outcome of an attack."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
 
 
 def fuzz(executions: int, seed: int, seconds: int) -> int:
-    """Run both attackers and print what came of it; how many rules were broken."""
+    """Run both attackers and print the outcome; return the number of broken rules."""
     server = ServerProcess("--port", "0", "rows=tests.fuzz.hosted:rows", "--num-workers", "2")
     try:
         with healthy_client(server.url) as client:
@@ -70,7 +70,7 @@ def fuzz(executions: int, seed: int, seconds: int) -> int:
 
 
 def examine(server: ServerProcess) -> list[str]:
-    """What is wrong with a server that was attacked."""
+    """Return the problems of a server that was attacked."""
     if server.process.poll() is not None:
         return [f"the server has ended with exit status {server.process.returncode}:\n{''.join(server.log[-50:])}"]
     log = "".join(server.log)
@@ -88,7 +88,7 @@ def examine(server: ServerProcess) -> list[str]:
 
 @contextmanager
 def healthy_client(url: str) -> Iterator[Attack]:
-    """A client that takes epochs, and compares each batch with what it must be."""
+    """Run a client that loads epochs and compares each batch with the expected one."""
     taken, over = Attack(), Event()
 
     def run() -> None:
@@ -144,7 +144,7 @@ def attack_raw(url: str, connections: int, seed: int) -> list[str]:
 
 
 def registered(url: str) -> list[str]:
-    """Keys of a loader of the plan, and of one whose client says what its batches hold."""
+    """Return the keys of a loader in seeded order and of one with a client-side sampler."""
     dataset = RemoteDataset(url, "rows")
     fingerprint = dataset.info.fingerprint
     plan = LoaderSpec(dataset="rows", batch_size=BATCH_SIZE, fingerprint=fingerprint)
@@ -234,7 +234,7 @@ def attack_documented(url: str, seed: int, seconds: int) -> list[str]:
         environment = {
             **os.environ, "PYTHONPATH": str(ROOT), "SCHEMATHESIS_HOOKS": "tests.fuzz.hooks", "FUZZ_KEYS": keys
         }  # fmt: skip
-        # it leaves files in the folder where it runs
+        # schemathesis leaves files in its working folder
         ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if not report.exists():
             return [f"schemathesis ended with exit status {ran.returncode}:\n{ran.stdout[-3000:]}{ran.stderr[-3000:]}"]

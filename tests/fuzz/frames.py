@@ -1,7 +1,7 @@
-"""Hostile frames: a reader gives a value or refuses with a ProtocolError, in little time and memory, and runs nothing.
+"""Hostile frames: a reader must return a value or raise ProtocolError, in bounded time and memory, and run no code.
 
-Frames are changed as bytes, or taken apart (header, arrays, prologue), changed there and put together again, mostly
-with the right checksum: a frame with a wrong one is refused before anything else of it is looked at.
+Frames are mutated as bytes, or split (header, arrays, prologue), mutated and reassembled, mostly with a valid checksum,
+since a frame with an invalid one is rejected before anything else is read.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ with suppress(ModuleNotFoundError):  # the first tensor would import it in an ex
     import torch  # noqa: F401
 
 MOST_ARRAYS: Final = 16 * 2**20
-"""What a reader is told that arrays may take: a bomb must not make more."""
+"""Limit of arrays' memory that readers are given, and that a bomb must not exceed."""
 REFUSALS: Final = (ProtocolError,)
 RARELY: Final = 0.05
-"""How often what takes long is tried where it comes up: everything else is tried more often so."""
+"""Probability of a slow mutation if it is drawn, which leaves time for fast ones."""
 
 _ADDRESS: Final = BatchId("0123456789abcdef0123456789abcdef", 3, 17)
 _PROLOGUE: Final = struct.Struct(">BIB4sBQBBQBI")
@@ -49,7 +49,7 @@ _OUTPUTS: Final[tuple[Output, Output]] = ("numpy", choose_output(None))
 
 
 def read(data: bytes) -> str:
-    """Read all frames in `data` as a client does, and as a server reads index lists; what they were."""
+    """Read all frames in `data` as a client does, and as a server reads index lists; return their kinds."""
     buffer = np.frombuffer(bytearray(data), np.uint8)
     words = []
     canary.TOUCHED.clear()
@@ -63,7 +63,7 @@ def read(data: bytes) -> str:
     return "+".join(sorted(set(words))) or "nothing"
 
 
-# -- what is changed
+# -- mutations
 
 
 @cache
@@ -106,7 +106,7 @@ def _batches() -> list[Any]:
 
 
 def mutate(random: Random, data: bytes | None = None) -> bytes:
-    """A hostile frame, made of one of the corpus or of `data`."""
+    """Return a hostile frame, derived from one of the corpus or from `data`."""
     chosen = random.choice(corpus()) if data is None else data
     if random.random() < 0.35:
         changed = mutate_bytes(random, chosen, corpus())
@@ -116,7 +116,7 @@ def mutate(random: Random, data: bytes | None = None) -> bytes:
         if data is not None:
             with suppress(
                 ValueError, TypeError, msgpack.UnpackException
-            ):  # what was changed before may be no frame any more
+            ):  # earlier mutations may have destroyed the frame
                 parts = Parts.of(data)
         for _ in range(random.choice((1, 1, 2))):
             random.choice(_CHANGES)(random, parts)
@@ -152,16 +152,16 @@ class Parts:
     header: dict[str, Any]
     arrays: list[bytes]
     sizes: list[int | None]
-    """What the frame says of the arrays' sizes, where it lies."""
+    """Wrong sizes of arrays to declare."""
     raw_header: bytes | None = None
-    """In the place of `header`, when that is broken as bytes."""
+    """Replacement of `header` if it is mutated as bytes."""
     prologue: tuple[int, Any] | None = None
-    """Number and value of a field of the prologue that lies."""
+    """Index and value of a wrong field of the prologue."""
     checksum: bool = True
 
     @classmethod
     def of(cls, frame: bytes) -> Parts:
-        """The parts of one valid frame."""
+        """Split a valid frame."""
         match msgpack.unpackb(frame, strict_map_key=False):
             case [_, _, bool(checked), _, _, dict(header), *rest] if all(isinstance(part, bytes) for part in rest):
                 pass
@@ -171,7 +171,7 @@ class Parts:
         return cls(header, arrays, [None] * len(arrays), checksum=checked)
 
     def assembled(self, random: Random) -> bytes:
-        """The frame, which is right apart from what was changed."""
+        """Return the frame, valid except for the mutated parts."""
         header = _packed(self.header) if self.raw_header is None else self.raw_header
         body = bytearray(header)
         for array, size in zip(self.arrays, self.sizes, strict=True):
@@ -257,7 +257,7 @@ def _lie_of_sizes(random: Random, parts: Parts) -> None:
 
 
 def _compress(random: Random, parts: Parts) -> None:
-    """Arrays that claim to be compressed: rightly, with too much or too little in them, bombs, nonsense."""
+    """Replace arrays by compressed data: valid, too short, too long, bombs or random bytes."""
     parts.header["compression"] = random.choice(("zstd", "zstd", "lz4", "lz4", *_hostile_nodes()))
     pack = random.choice((_zstd, _lz4))
     parts.arrays = [random.choice(_PACKED)(random, array, pack) for array in parts.arrays]
@@ -271,13 +271,13 @@ def _lie_in_prologue(random: Random, parts: Parts) -> None:
 
 
 def _storm(random: Random, parts: Parts) -> None:
-    """Many of what is dear: classes that must be made, fields, keys of the same hash, long numbers."""
+    """Return many expensive values: new classes, fields, keys with equal hashes, long integers."""
     if random.random() < RARELY:
         parts.header["tree"] = random.choice(_STORMS)(random.choice((10, 300, 2000)))
 
 
 def _colliding(count: int) -> list[Any]:
-    """Keys of one hash, because -1 and -2 have the same."""
+    """Return keys with equal hashes, based on the equal hashes of -1 and -2."""
     return [{"tuple": [-1 - (i >> bit & 1) for bit in range(12)]} for i in range(count)]
 
 
@@ -310,7 +310,7 @@ def _lz4(raw: bytes) -> bytes:
 
 @cache
 def _bomb(pack: Any) -> bytes:
-    """So many zeros that a reader which unpacks them all is found out."""
+    """Return zeros, so many that unpacking them all exceeds a reader's limit."""
     bomb: bytes = pack(bytes(2 * 64 * 2**20))
     return bomb[:MOST_BYTES] if pack is _lz4 else bomb
 
@@ -327,7 +327,7 @@ _PACKED: Final[tuple[Callable[[Random, bytes, Callable[[bytes], bytes]], bytes],
 
 @cache
 def _hostile_nodes() -> Sequence[Any]:
-    """Values that are worth a try in the place of any other."""
+    """Return values to try in place of any other value."""
     sizes = (0, 1, -1, 2**20, 2**31, 2**32, 2**62, 2**63 - 1, 2**64 - 1, True, 1.5, "3", None)
     names = ("uint8", "float32", "bfloat16", "float8_e5m2", "complex128", "bool", "object", "O", "V8", "<M8[ns]", "")
     shapes = (
@@ -378,7 +378,7 @@ def _hostile_nodes() -> Sequence[Any]:
 
 
 def _records() -> list[Any]:
-    """Namedtuples and dataclasses of classes that this process has, and of such as nobody can have."""
+    """Return namedtuples and dataclasses, of existing and of impossible classes."""
     modules = (canary.__name__, "os", "builtins", "subprocess", "", "a\0b", "x" * 1000)
     names = (*canary.NAMES, "Popen", "int", "type", "class", "__class__", "a.b.c", "", ".", "é", "x" * 1000)
     places = [(canary.__name__, name) for name in names] + [(module, "C") for module in modules]

@@ -1,6 +1,6 @@
-"""Frames under atheris, which looks for inputs that reach new code: ``python -m tests.fuzz.guided N SEED FILE``.
+"""Fuzzing of frames with atheris, guided by code coverage: ``python -m tests.fuzz.guided N SEED FILE``.
 
-It runs in a process of its own, because libFuzzer never returns; what was found is written to FILE as a pickle.
+It runs in a separate process, because libFuzzer never returns; findings are written to FILE as a pickle.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.fuzz.mutation import MOST_BYTES
 from tests.fuzz.watching import CPU_LIMIT, Watch
 
 LIBRARY_SHARE = 0.3
-"""Of the mutations, those that libFuzzer makes itself."""
+"""Fraction of mutations by libFuzzer itself."""
 SLOWER = 5
-"""How many times longer instrumented code may take."""
+"""Factor by which instrumented code may be slower."""
 
 
 def main(executions: int, seed: int, result: Path) -> None:

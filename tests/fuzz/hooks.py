@@ -1,4 +1,4 @@
-"""Loaded by schemathesis: requests that would all be for unknown loaders go to those that are registered, in part."""
+"""Hooks of schemathesis, which replace the keys of unknown loaders by those of registered ones in some requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from teleloader_shared.messages import FRAME_MEDIA_TYPE
 from tests.fuzz import frames
 
 KEYS: Final = os.environ["FUZZ_KEYS"].split(",")
-"""Loaders that are registered: one of the plan, one whose client says what its batches hold."""
+"""Keys of registered loaders: one in seeded order, one with a client-side sampler."""
 KNOWN_SHARE: Final = 0.75
-"""Of the values that may be those of something that exists."""
+"""Fraction of keys and names that are replaced by existing ones."""
 
 
 @schemathesis.hook

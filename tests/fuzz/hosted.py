@@ -1,4 +1,4 @@
-"""What the server under attack hosts."""
+"""Datasets of the server under attack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How inputs are changed: bytes as bytes, and trees of JSON or msgpack values as trees."""
+"""Mutations of inputs: of bytes, and of trees of JSON or msgpack values."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from random import Random
 from typing import Any, Final
 
 Slot = tuple[Any, Any]
-"""A container and the index or key of something in it."""
+"""Container, and index or key of a value in it."""
 
 INTERESTING: Final = (0, 1, 0x7F, 0x80, 0xFF, 0xC0, 0xC1, 0xC4, 0xC6, 0xC9, 0xD4, 0xDC, 0xDD, 0xDE, 0xDF)
-"""Bytes at which something begins or ends in msgpack."""
+"""Bytes at the boundaries of msgpack's types."""
 MOST_BYTES: Final = 2**16
-"""Inputs are cut to this length, so that an execution stays short."""
+"""Maximum length of inputs, so that an execution stays short."""
 MOST_STEPS: Final = 4
 DEEPEST: Final = 300
 MOST_SLOTS: Final = 1000
-"""Places of a tree that are looked at, so that a large one takes no longer."""
+"""Maximum number of positions of a tree to visit, so that large trees do not take longer."""
 
 
 def mutate_bytes(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """`data` after a few steps that know nothing of what it is."""
+    """Return `data` after a few mutations that ignore its structure."""
     changed = bytearray(data)
     for _ in range(random.randint(1, MOST_STEPS)):
         random.choice(_STEPS)(random, changed)
@@ -64,7 +64,7 @@ def _repeat(random: Random, data: bytearray) -> None:
 
 
 def _forge_length(random: Random, data: bytearray) -> None:
-    """Overwrite a place with the beginning of something very long."""
+    """Overwrite a position with the start of a very long value."""
     length = random.choice((2**16, 2**20, 2**24, 2**31 - 1, 2**31, 2**32 - 1))
     head = struct.pack(">BI", random.choice((0xC6, 0xC9, 0xDB, 0xDD, 0xDF)), length)
     at = random.randint(0, len(data))
@@ -77,13 +77,13 @@ _STEPS: Final[tuple[Callable[[Random, bytearray], None], ...]] = (
 
 
 def mutate_tree(random: Random, tree: Any, others: Sequence[Any], hostile: Sequence[Any]) -> Any:
-    """A copy of `tree` in which a few values have been replaced, moved, repeated, wrapped or removed.
+    """Return a copy of `tree` in which a few values are replaced, moved, repeated, wrapped or removed.
 
     Args:
-        random: Decides how.
+        random: Random generator of the mutations.
         tree: Lists, dicts and plain values.
-        others: Trees of which parts may be put into this one.
-        hostile: Values that are worth a try anywhere.
+        others: Trees whose parts may be inserted.
+        hostile: Values to try at any position.
     """
     holder = [copy.deepcopy(tree)]
     for _ in range(random.randint(1, MOST_STEPS)):
@@ -106,7 +106,7 @@ def mutate_tree(random: Random, tree: Any, others: Sequence[Any], hostile: Seque
 
 
 def slots(root: Any) -> list[Slot]:
-    """Every place in a tree where a value stands."""
+    """Return every position of a value in a tree."""
     found: list[Slot] = []
     waiting = [root]
     while waiting and len(found) < MOST_SLOTS:
@@ -140,7 +140,7 @@ def _wrapped(random: Random, value: Any) -> Any:
 
 
 def _next_to(random: Random, value: Any) -> Any:
-    """A value that is nearly the same."""
+    """Return a value that is nearly equal."""
     match value:
         case bool():
             return not value

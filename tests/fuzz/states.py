@@ -1,4 +1,4 @@
-"""Hostile JSON: the spec of a client, the state of a loader, what a server says. Each is read, or refused clearly."""
+"""Hostile JSON as a client's spec, a loader's state or a server's response: it must be read or rejected clearly."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from teleloader_shared.spec import LoaderSpec
 from tests.fuzz.mutation import MOST_BYTES, mutate_bytes, mutate_tree
 
 MOST_TEXT: Final = 2_000
-"""Characters of an error's text: it must name the value, not repeat a megabyte of it."""
+"""Maximum length of an error's text, which must name the value without repeating a megabyte of it."""
 
 
 class Unclear(Exception):
-    """An answer that helps nobody: a refusal that is too long, or a record that is not what it says."""
+    """Unclear outcome: an error that is too long, or a record that differs from its input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Reader:
 
 
 def read(data: bytes) -> str:
-    """Give JSON to the reader that it is for; what came out."""
+    """Pass JSON to its reader; return the outcome."""
     name, _, text = data.partition(b" ")
     if name == b"problem":
         return _read_problem(text)
@@ -72,7 +72,7 @@ def mutate(random: Random) -> bytes:
 
 
 def text_of(tree: Any) -> bytes:
-    """It as JSON, null for what cannot be."""
+    """Return a tree as JSON, or null if it has no JSON form."""
     with suppress(ValueError, RecursionError, TypeError):
         return json.dumps(tree).encode()
     return b"null"
@@ -105,7 +105,7 @@ def _read_state(fields: Any) -> str:
 
 
 class _Hostile(Server):
-    """A server that answers every request with `answer`."""
+    """Server connection whose every response is `answer`."""
 
     answer: Any = None
 

@@ -16,7 +16,7 @@ from tests.fuzz.watching import CPU_LIMIT, Watch
 
 
 def watched(read: Callable[[bytes], str], mutate: Callable[[Random], bytes], executions: int) -> Watch:
-    """So many executions; none may have broken a rule."""
+    """Run a number of executions, none of which may break a rule."""
     watch = Watch(read, frames.REFUSALS if read is frames.read else states.REFUSALS)
     run(watch, mutate, 0, range(executions))
     assert not watch.findings, "\n".join(f"{found.rule}\n{found.details}" for found in watch.findings.values())
@@ -24,27 +24,27 @@ def watched(read: Callable[[bytes], str], mutate: Callable[[Random], bytes], exe
 
 
 def test_hostile_frames_are_read_or_refused() -> None:
-    """A frame of whatever bytes gives a value or a ProtocolError, in bounded time and memory, and runs no code."""
+    """Arbitrary bytes give a value or a ProtocolError, in bounded time and memory, and run no code."""
     watch = watched(frames.read, frames.mutate, 3000)
     assert len(watch.outcomes) > 30
     assert watch.outcomes.total() == 3000
 
 
 def test_every_frame_of_the_corpus_is_read() -> None:
-    """What is mutated is valid: a fuzzer whose seeds are refused never gets anywhere."""
+    """The frames to mutate are valid: mutations of rejected frames would test nothing."""
     for frame in frames.corpus():
         frames.read(frame)
 
 
 def test_hostile_states_are_read_or_refused() -> None:
-    """JSON of a client's spec, of a saved state and of a server's answer is read, or refused in a sentence."""
+    """JSON of a client's spec, of a saved state and of a server's response is read, or rejected with a short error."""
     watch = watched(states.read, states.mutate, 1500)
     assert {"spec: spec", "state: position", "answer: registration"} <= set(watch.outcomes)
 
 
 @pytest.mark.parametrize("reader", states.READERS, ids=lambda reader: reader.name)
 def test_every_state_of_the_corpus_is_read(reader: states.Reader) -> None:
-    """As above."""
+    """The states to mutate are valid."""
     for seed in reader.seeds:
         reader.read(states.text_of(seed) if reader.name == "problem" else seed)
 
@@ -90,7 +90,7 @@ def test_a_server_stands_garbage(server: ServerProcess) -> None:
     importlib.util.find_spec("schemathesis") is None, reason="needs schemathesis: pip install --group fuzz"
 )
 def test_a_server_stands_requests_of_its_own_page(server: ServerProcess) -> None:
-    """What schemathesis makes of the OpenAPI page is answered without an undocumented 5xx."""
+    """Requests that schemathesis derives from the OpenAPI page get no undocumented 5xx."""
     with endpoints.healthy_client(server.url) as client:
         found = endpoints.attack_documented(server.url, 0, 20)
     assert found + client.findings + endpoints.examine(server) == []

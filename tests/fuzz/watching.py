@@ -1,4 +1,4 @@
-"""One execution after another, watched: what came out, how long it took, how much memory it took at its worst."""
+"""Repeated executions, with their outcomes, durations and peak memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CPU_LIMIT: Final = 2.0
 """Seconds of processor time that one execution may take, memory being traced, which makes it several times slower.
 Wall-clock time would measure the neighbours."""
 MEMORY_LIMIT: Final = 64 * 2**20
-"""Bytes that one execution may take at its worst, the batch that it reads among them."""
+"""Maximum peak memory of one execution in bytes, including the batch that it reads."""
 HANG: Final = 120.0
-"""Seconds after which the process ends itself with its stack: code that never returns cannot be counted."""
+"""Seconds after which the process exits with its stack trace, since code that hangs cannot be counted."""
 BETWEEN_ALARMS: Final = 256
 
 
@@ -29,7 +29,7 @@ class Finding:
     """An execution that broke a rule."""
 
     rule: str
-    """Which, with the place that broke it: findings of the same rule and place count as one."""
+    """Name of the rule, and the place that broke it; findings with the same rule and place count as one."""
     execution: int
     data: bytes
     details: str
@@ -37,13 +37,13 @@ class Finding:
 
 @dataclass(slots=True)
 class Watch:
-    """Runs a target, and counts.
+    """Runner that executes a target and counts outcomes.
 
     Args:
-        target: Takes one input; gives a word for what it read, or refuses it.
-        refusals: The errors that are an answer. Any other is a finding.
-        most_memory: Bytes that one execution may take.
-        most_cpu: Seconds of processor time that one execution may take.
+        target: Reads one input; returns the kind of the result, or raises.
+        refusals: Expected errors. Any other error is a finding.
+        most_memory: Maximum memory of one execution in bytes.
+        most_cpu: Maximum CPU seconds of one execution.
     """
 
     target: Callable[[bytes], str]
@@ -83,7 +83,7 @@ class Watch:
             outcome = _place(error)
             self._found(f"raised {outcome}", number, data, "".join(traceback.format_exception(error)))
         spent = time.thread_time() - began
-        # what libraries in C allocate is seen only in the process's size
+        # allocations of C libraries are visible only in the process's size
         taken = max(tracemalloc.get_traced_memory()[1] - before, _most_resident() - resident)
         self.outcomes[outcome] += 1
         self._weigh(number, data, outcome, spent, taken)
@@ -106,7 +106,7 @@ def _most_resident() -> int:
 
 
 def _place(error: BaseException) -> str:
-    """An error's type and where it was raised: tells outcomes apart that have different texts each time."""
+    """Return an error's type and where it was raised, to distinguish outcomes whose texts vary."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
