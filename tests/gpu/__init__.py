@@ -1,1 +1,1 @@
-"""The path to the accelerator: on a real one, or where there is none on a simulation of its asynchrony."""
+"""Tests of the path to the accelerator, on a real one, or on a simulation of its asynchronous operations."""

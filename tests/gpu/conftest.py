@@ -1,6 +1,6 @@
-"""`gpu`: a real accelerator, or the simulated one where there is none.
+"""`gpu`: a real accelerator, or the simulated one if none is available.
 
-With ``TELELOADER_GPU=1`` there must be a real one: tests that need it fail, and are not skipped.
+With ``TELELOADER_GPU=1``, tests that require a real accelerator fail without one instead of being skipped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RealGpu:
         return tensor.clone()
 
     def host(self, snapshot: Any) -> Any:
-        """Return what a snapshot saw, as bytes; call it after `finish`."""
+        """Return the content of a snapshot as bytes; call it after `finish`."""
         import torch
 
         return snapshot.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -72,7 +72,7 @@ class SimulatedGpu:
         return self.machine.snapshot(tensor)
 
     def host(self, snapshot: np.ndarray[Any, Any]) -> Any:
-        """Return what a snapshot saw, as bytes; call it after `finish`."""
+        """Return the content of a snapshot as bytes; call it after `finish`."""
         return snapshot.tobytes()
 
     def is_on_device(self, tensor: Any) -> bool:
@@ -99,7 +99,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpu | SimulatedGpu]:
 
 @pytest.fixture
 def real_gpu() -> RealGpu:
-    """A real accelerator; without one the test is skipped, or fails with ``TELELOADER_GPU=1``."""
+    """Return a real accelerator; without one, skip the test, or fail it with ``TELELOADER_GPU=1``."""
     need("torch")
     import torch
 
@@ -110,7 +110,7 @@ def real_gpu() -> RealGpu:
 
 @pytest.fixture
 def simulated_gpu(gpu: Any) -> SimulatedGpu:
-    """The simulated accelerator, for what can only be seen from inside of it."""
+    """Return the simulated accelerator, for tests that inspect its internals."""
     if gpu.is_real:
         pytest.skip("looks into the simulated device")
     assert isinstance(gpu, SimulatedGpu)
@@ -119,7 +119,7 @@ def simulated_gpu(gpu: Any) -> SimulatedGpu:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Make skipped tests of this folder fail with ``TELELOADER_GPU=1``, but those that look into the simulation."""
+    """Fail skipped tests of this folder with ``TELELOADER_GPU=1``, except those that inspect the simulation."""
     outcome: Any = yield
     report = outcome.get_result()
     if MUST_BE_REAL and report.skipped and "simulated_gpu" not in getattr(item, "fixturenames", ()):

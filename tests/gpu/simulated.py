@@ -1,11 +1,12 @@
-"""An accelerator on which nothing happens before it must: streams, events, and torch's two caching allocators.
+"""Simulated accelerator that does everything as late as possible, with streams, events and torch's caching allocators.
 
-Copies run when their stream gets to them, and read whatever their source holds then: host memory by its address, as a
-DMA engine does. Freed memory is overwritten as soon as the allocator may reuse it. So a batch that arrives intact here
-does so by events and not by luck. torch knows the device by the name ``simulated``; its tensors are in main memory.
+A copy runs when its stream reaches it, and reads the current content of its source: host memory by its address, as a
+DMA engine does. Freed memory is overwritten as soon as the allocator may reuse it. A batch therefore arrives intact
+only if events protect it, and not by chance. The device has the name ``simulated`` in torch; its tensors are in main
+memory.
 
-What the allocators do is taken from torch (c10/cuda/CUDACachingAllocator.cpp, ATen/core/CachingHostAllocator.h):
-a pinned block is reused once the events of the copies from its storage are done; a device block belongs to the stream
+The behavior of the allocators is that of torch (c10/cuda/CUDACachingAllocator.cpp, ATen/core/CachingHostAllocator.h): a
+pinned block is reused once the events of the copies from its storage are done; a device block belongs to the stream
 that was current when it was allocated, and is reused in that stream's order once the events of other streams that were
 recorded with ``record_stream`` are done.
 """
@@ -59,7 +60,7 @@ class Queue:
             self.machine.run()
 
     def wait_event(self, event: Event) -> None:
-        """Let what is enqueued from now on wait for the last recording of an event."""
+        """Make subsequent work wait for the last recording of an event."""
         moment = event.moment
         if moment is not None:
             self.wait_for(lambda: moment.has_passed)
@@ -99,20 +100,20 @@ class Block:
     def __init__(self, nbytes: int, stream: Queue | None = None) -> None:
         self.data: NDArray[np.uint8] = np.full(nbytes, GARBAGE, np.uint8)
         self.stream = stream
-        """The stream that it was allocated for; None for pinned memory."""
+        """Stream for which the block was allocated; None for pinned memory."""
         self.uses: list[Moment] = []
-        """Must have passed before the block is reused."""
+        """Recordings that must have passed before the block is reused."""
         self.users: set[Queue] = set()
-        """Streams that ``record_stream`` named."""
+        """Streams passed to ``record_stream``."""
 
     def overwrite(self) -> bool:
-        """Destroy what the block holds."""
+        """Overwrite the block's content."""
         self.data.fill(GARBAGE)
         return True
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """Address of the first byte."""
         return int(self.data.ctypes.data)
 
 
@@ -127,22 +128,22 @@ class Machine:
         self.defaults = {index: self.stream(index) for index in range(DEVICES)}
         self.local = threading.local()
         self.blocks: dict[int, Block] = {}
-        """Those in use, by address."""
+        """Blocks in use, by address."""
         self.free: dict[tuple[Queue | None, int], list[Block]] = defaultdict(list)
         self.freed: list[Block] = []
-        """Not in use, but uses have not passed."""
+        """Blocks that are no longer in use, but whose uses have not passed."""
         self.contexts: set[int] = set()
         """Devices on which a thread allocated pinned memory or copied: each costs hundreds of megabytes."""
         self.pinned: list[Block] = []
-        """Blocks of pinned memory that were ever made."""
+        """All blocks of pinned memory allocated so far."""
         self.gates: list[Moment] = []
         self.memory_errors = 0
-        """How many of the next copies run out of memory."""
+        """Number of next copies that run out of memory."""
         self.memory_errors_ahead = 0
-        """The same, but for the copy of a first batch."""
+        """The same, except for the copy of a first batch."""
         self.copies = 0
         self.broken = False
-        """Whether each call to the driver fails, as after a device-side assertion."""
+        """True to fail each call to the driver, as after a device-side assertion."""
 
     # -- streams
 
@@ -163,7 +164,7 @@ class Machine:
         return index
 
     def run(self) -> None:
-        """Run whatever can run."""
+        """Run all work that is ready."""
         progress = True
         while progress:
             progress = False
@@ -196,7 +197,7 @@ class Machine:
     # -- memory
 
     def allocate(self, nbytes: int, stream: Queue | None) -> Any:
-        """Return a uint8 tensor of a block of its own."""
+        """Return a uint8 tensor of a new block."""
         with self.lock:
             self.fail_if_broken()
             self.contexts.add(self.current_device())
@@ -213,7 +214,7 @@ class Machine:
             return tensor
 
     def _dropped(self, block: Block) -> None:
-        """The last tensor of a block is gone."""
+        """Free a block after its last tensor was dropped."""
         with self.lock:
             del self.blocks[block.address]
             for stream in block.users - {block.stream}:
@@ -270,16 +271,16 @@ class Machine:
             return copied
 
     def is_pinned(self, tensor: Any) -> bool:
-        """Return True if a tensor lies in pinned memory, whoever made its storage."""
+        """Return True if a tensor is in pinned memory, whoever allocated its storage."""
         address = tensor.data_ptr()
         return any(block.address <= address < block.address + len(block.data) for block in self.pinned)
 
     def record_stream(self, tensor: Any, stream: Queue) -> None:
-        """Keep the memory of a tensor for what a stream has enqueued when the tensor is dropped."""
+        """Keep the memory of a tensor until the work submitted to a stream before the tensor is dropped is done."""
         self.blocks[tensor.untyped_storage().data_ptr()].users.add(stream)
 
     def snapshot(self, tensor: Any) -> NDArray[np.uint8]:
-        """Enqueue a kernel that copies what a tensor holds when it runs, without keeping the tensor."""
+        """Submit a kernel that copies the content of a tensor at the time it runs, without keeping the tensor."""
         nbytes = tensor.numel() * tensor.element_size()
         result = np.full(nbytes, GARBAGE, np.uint8)
         if nbytes:
@@ -289,7 +290,7 @@ class Machine:
 
 
 class Module:
-    """What torch calls ``torch.simulated``."""
+    """The module ``torch.simulated``."""
 
     Event = Event
     is_on = False
@@ -347,7 +348,7 @@ class Module:
 
 
 def register() -> None:
-    """Make torch know the device; cannot be undone in a process, and must not happen in one that has a GPU."""
+    """Register the device with torch, which cannot be undone and requires a process without a GPU."""
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, Module)

@@ -1,4 +1,4 @@
-"""With device=, batches are copied ahead by a thread, and used at once, kept, or dropped without a wait."""
+"""With device=, a thread copies batches in advance; they can be used immediately, kept or dropped without waiting."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.gpu.test_host_memory import SIZES, rows
 
 
 def bytes_of(samples: list[np.ndarray[Any, Any]]) -> bytes:
-    """All samples, one after another."""
+    """Return all samples, concatenated."""
     return b"".join(sample.tobytes() for sample in samples)
 
 
 def sample_of_every_type(i: int) -> dict[str, Any]:
-    """Nested containers with tensors of all types, empty and 0-d ones, arrays, and what is no array."""
+    """Return nested containers with tensors of all dtypes, empty and 0-d ones, arrays, and other values."""
     generator = np.random.default_rng(i)
 
     def array(name: str, shape: tuple[int, ...]) -> Any:
@@ -100,7 +100,7 @@ def test_a_batch_can_be_used_at_once(gpu: Any) -> None:
 
 
 def test_each_step_may_use_another_stream(gpu: Any) -> None:
-    """The stream that is current in next() counts, not that of iter() or of the step before."""
+    """The stream that is current in next() is used, not that of iter() or of the previous step."""
     import torch
 
     module: Any = torch.get_device_module(gpu.name)
@@ -111,7 +111,7 @@ def test_each_step_may_use_another_stream(gpu: Any) -> None:
         for k in range(30):
             with module.stream(streams[k % 3]):
                 batch = next(batches)
-                if k % 3:  # not the stream of the first step, so that waiting for that one is not enough
+                if k % 3:  # a stream other than that of the first step, so that waiting for the latter is insufficient
                     gpu.delay()
                 seen.append(gpu.snapshot(batch))
                 del batch
@@ -135,7 +135,7 @@ def test_another_thread_may_go_on(gpu: Any) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_as_many_batches_as_asked_are_ahead(simulated_gpu: Any, ahead: int) -> None:
-    """device_ahead batches are on the device, and not one more, before the loop requests them."""
+    """Exactly device_ahead batches are on the device before the loop requests them."""
     with serve(rows(20, 5_000), num_workers=1) as url:
         loader = DataLoader(
             RemoteDataset(url), 2, device=simulated_gpu.name, device_ahead=ahead, prefetch_factor=20, num_workers=1
@@ -153,7 +153,7 @@ def test_as_many_batches_as_asked_are_ahead(simulated_gpu: Any, ahead: int) -> N
 
 
 def test_a_dropped_batch_leaves_the_device(simulated_gpu: Any) -> None:
-    """Nothing here keeps a batch that the loop dropped, not until the next step and not after the epoch."""
+    """The loader keeps no batch that the loop dropped, neither until the next step nor after the epoch."""
     machine = simulated_gpu.machine
 
     def on_device() -> int:
@@ -174,7 +174,7 @@ def test_a_dropped_batch_leaves_the_device(simulated_gpu: Any) -> None:
 
 
 def test_copies_are_measured(gpu: Any) -> None:
-    """stats() has the time that copies took on the device, and what they cost in memory."""
+    """stats() contains the duration of copies on the device and their memory use."""
     with serve(rows(20, 500_000), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 2, device=gpu.name)
         for batch in loader:
@@ -220,7 +220,7 @@ def test_devices_are_named_in_any_way(gpu: Any) -> None:
 
 
 def test_the_device_is_the_current_one_at_iter(simulated_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader may be made before its process chose a device; a rank on another's device is warned."""
+    """A loader may be created before its process selects a device; a rank on another rank's device gets a warning."""
     import torch
 
     module: Any = torch.get_device_module(simulated_gpu.name)

@@ -1,4 +1,4 @@
-"""Pinned host memory is torch's: whatever a training loop does with a batch, no copy reads bytes of a later one."""
+"""Pinned host memory is torch's: no copy reads bytes of a later batch, whatever the training loop does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import BatchId, to_bytes
 
 SIZES = {"grouped": 300, "small": 40_000, "whole": 1_500_000}
-"""Bytes of a sample: many batches in a response, several, and one."""
+"""Bytes per sample, for many, several and one batch per response."""
 
 
 def rows(count: int, size: int) -> list[np.ndarray[Any, Any]]:
@@ -29,12 +29,12 @@ def rows(count: int, size: int) -> list[np.ndarray[Any, Any]]:
 
 
 def moved_by_hand(batch: Any, device: str) -> Any:
-    """As training scripts do."""
+    """Move a batch as training scripts do."""
     return batch.to(device, non_blocking=True)
 
 
 def moved_by_accelerate(batch: Any, device: str) -> Any:
-    """As accelerate's prepared loaders do."""
+    """Move a batch as accelerate's prepared loaders do."""
     import torch
     from accelerate.utils import send_to_device
 
@@ -42,7 +42,7 @@ def moved_by_accelerate(batch: Any, device: str) -> Any:
 
 
 def moved_by_lightning(batch: Any, device: str) -> Any:
-    """As Lightning's trainer does."""
+    """Move a batch as Lightning's Trainer does."""
     import torch
     from lightning.fabric.utilities import move_data_to_device
 
@@ -50,7 +50,7 @@ def moved_by_lightning(batch: Any, device: str) -> Any:
 
 
 def seen_on_device(gpu: Any, loader: DataLoader, move: Callable[[Any, str], Any]) -> bytes:
-    """What arrives of an epoch whose pinned batches are moved behind queued kernels, and dropped at once."""
+    """Return the bytes of an epoch whose pinned batches are moved behind queued kernels and dropped immediately."""
     seen = []
     for batch in loader:
         assert batch.is_pinned()
@@ -74,7 +74,7 @@ IDIOMS = [moved_by_hand] + [
 def test_a_copy_may_run_long_after_its_batch_was_dropped(
     gpu: Any, move: Callable[[Any, str], Any], size: str, compression: Any
 ) -> None:
-    """With pin_memory=True and non_blocking copies behind queued kernels, every byte arrives as it was sent."""
+    """Every byte of non_blocking copies from pinned memory behind queued kernels arrives as it was sent."""
     samples = rows(40, SIZES[size])
     with serve(samples, num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 2, pin_memory=True, compression=compression)
@@ -83,7 +83,7 @@ def test_a_copy_may_run_long_after_its_batch_was_dropped(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_batches_of_the_calling_thread_are_pinned(gpu: Any, size: str) -> None:
-    """Without workers, too: copies behind queued kernels read what was loaded, and stats() has the memory."""
+    """Without workers, copies behind queued kernels also read the right batches, and stats() has the memory."""
     samples = rows(20, SIZES[size])
     loader = DataLoader(samples, 2, pin_memory=True)
     assert seen_on_device(gpu, loader, moved_by_hand) == b"".join(sample.tobytes() for sample in samples)
@@ -175,7 +175,7 @@ def test_numpy_arrays_are_not_pinned(gpu: Any) -> None:
 
 
 def test_tensors_of_a_batch_have_version_counters_of_their_own(gpu: Any) -> None:
-    """Changing the labels in place does not make autograd refuse the images."""
+    """Changing the labels in place does not make autograd reject the images."""
     with serve([(np.float32(i), np.float32(i)) for i in range(4)], num_workers=1) as url:
         images, labels = next(iter(DataLoader(RemoteDataset(url), 4, pin_memory=True)))
     images.requires_grad_()
@@ -187,7 +187,7 @@ def test_tensors_of_a_batch_have_version_counters_of_their_own(gpu: Any) -> None
 
 
 def test_memory_is_pinned_for_the_device_of_the_training_loop(simulated_gpu: Any) -> None:
-    """A receiving thread uses the device that was current at iter(): another one would get a context on each rank."""
+    """A receiving thread uses the device that was current at iter(), and creates no context on another one."""
     import torch
 
     module: Any = torch.get_device_module(simulated_gpu.name)
@@ -215,7 +215,7 @@ def test_pinned_memory_has_a_limit(gpu: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_limit_is_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must be an integer of bytes."""
+    """TELELOADER_MAX_PINNED_BYTES must be an integer number of bytes."""
     monkeypatch.setattr("teleloader.tensors.pinned._budget", None)
     monkeypatch.setenv("TELELOADER_MAX_PINNED_BYTES", "1000000")
     assert process_budget().limit == 1_000_000
@@ -226,7 +226,7 @@ def test_the_limit_is_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_impossible_shapes_are_refused(gpu: Any) -> None:
-    """Pinned memory makes tensors of any shape that can be, and raises what the codec refuses frames for."""
+    """Pinned memory supports all possible shapes of tensors, and raises the codec's error for others."""
     memory = HostBuffers("torch", BufferPool(), PinnedBudget(2**20)).take(640, 1)
     assert isinstance(memory, PinnedMemory)
     impossible: tuple[tuple[int, ...], ...] = ((2**62, 2**62), (0, 2**62, 2**62), (3,) * 70)
@@ -253,7 +253,7 @@ def test_each_of_several_frames_is_copied_to_memory_of_its_own(gpu: Any) -> None
 
 
 def test_memory_stays_flat_over_epochs(gpu: Any) -> None:
-    """Batches of varied sizes, three loaders, five epochs: after the first ones no more is page-locked."""
+    """Pinned memory does not grow after the first of five epochs with batches of varied sizes."""
     import torch
 
     samples = [row[: 1000 * (1 + 37 * i % 600)] for i, row in enumerate(rows(60, 600_000))]

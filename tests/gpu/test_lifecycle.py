@@ -1,4 +1,4 @@
-"""Iterators end, are left, are interrupted, and fail, and what they held goes with them."""
+"""Iterators release their resources when they end, are dropped, are interrupted, or fail."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_stager_ends_with_its_iterator(gpu: Any, end: str) -> None:
 
 
 def test_epochs_follow_each_other_while_copies_are_under_way(gpu: Any) -> None:
-    """A loop that is left after some batches, over and over, and then one that is not."""
+    """Batches are right after many loops that ended early while copies were in progress."""
     samples = rows(20, 50_000)
     with serve(samples, num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 2, seed=0, shuffle=False, device=gpu.name)
@@ -72,7 +72,7 @@ def test_epochs_follow_each_other_while_copies_are_under_way(gpu: Any) -> None:
 
 
 def test_a_device_that_fails_is_an_error_at_once_and_ends_what_the_server_holds(simulated_gpu: Any) -> None:
-    """As after a device-side assertion: next() raises the driver's error, and leaving the loop ends the session."""
+    """After a device-side assertion, next() raises the driver's error, and dropping the iterator ends its threads."""
     with serve(numbers(50), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 1, num_workers=1, device=simulated_gpu.name, worker_init_fn=None)
         batches = iter(loader)
@@ -89,7 +89,7 @@ def test_a_device_that_fails_is_an_error_at_once_and_ends_what_the_server_holds(
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_device_that_cannot_be_used_is_an_error_and_no_hang(simulated_gpu: Any, pinned: bool) -> None:
-    """A thread that cannot set its device, for want of memory for a context say, tells the loop."""
+    """If a thread cannot set its device, for example for lack of memory for a context, next() raises the error."""
     with serve(numbers(50), num_workers=1) as url:
         where: dict[str, Any] = {"pin_memory": True} if pinned else {"device": simulated_gpu.name}
         loader = DataLoader(RemoteDataset(url), 1, **where)
@@ -99,7 +99,7 @@ def test_a_device_that_cannot_be_used_is_an_error_and_no_hang(simulated_gpu: Any
 
 
 def test_an_asynchronous_loop_uses_the_device_of_its_thread(simulated_gpu: Any) -> None:
-    """aiter() resolves the device: what it does in other threads has another current device."""
+    """aiter() resolves the device, because its worker threads have another current device."""
     import torch
 
     module: Any = torch.get_device_module(simulated_gpu.name)
@@ -115,7 +115,7 @@ def test_an_asynchronous_loop_uses_the_device_of_its_thread(simulated_gpu: Any) 
 
 
 def test_a_device_side_assertion_ends_the_process_with_its_own_error(real_gpu: Any) -> None:
-    """Within seconds, and the server has no session of it any more."""
+    """The process exits within seconds, and its session on the server ends."""
     with serve(numbers(1000), num_workers=1) as url:
         code = f"""
             import torch
@@ -155,7 +155,7 @@ def test_a_fork_keeps_what_belongs_to_its_parent(gpu: Any) -> None:
 
 
 def test_a_graph_is_captured_while_batches_arrive(real_gpu: Any) -> None:
-    """With capture_error_mode="thread_local", as with torch's own thread that pins memory."""
+    """capture_error_mode="thread_local" allows it, as with torch's own pinning thread."""
     import torch
 
     samples = rows(200, 100_000)
@@ -181,10 +181,10 @@ class Interruption(BaseException):
     """Raised by a signal handler."""
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # those that hit a finalizer
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # exceptions that hit a finalizer
 @pytest.mark.parametrize("where", ["device", "host", "sampler", "iterable"])
 def test_exceptions_of_signal_handlers_lose_no_batch(gpu: Any, where: str) -> None:
-    """Hundreds of them at any point in next(): each batch comes once, in order, and nothing hangs."""
+    """After hundreds of exceptions at any point in next(), each batch still comes once and in order."""
     enabled, interruptions = False, 0
 
     def interrupt(*_: object) -> None:
@@ -237,7 +237,7 @@ def test_exceptions_of_signal_handlers_lose_no_batch(gpu: Any, where: str) -> No
 
 
 def test_several_threads_share_an_iterator(gpu: Any) -> None:
-    """Each batch is given to one of them, and all of them see the end."""
+    """Each batch is returned to one of the threads, and all threads see the end."""
     seen: list[int] = []
     errors: list[Exception] = []
 

@@ -17,7 +17,7 @@ from tests.gpu.test_host_memory import rows
 
 
 def numbers(count: int) -> list[Any]:
-    """Samples that are their index."""
+    """Return samples that equal their index."""
     return [np.int64(i) for i in range(count)]
 
 
@@ -68,7 +68,7 @@ def test_a_transform_sees_what_the_loop_has_written(real_gpu: Any) -> None:
 
 
 def test_a_transform_may_return_a_buffer_of_its_own(real_gpu: Any) -> None:
-    """What the loop does with a batch comes before the next batch is written over it."""
+    """The loop's work on a batch runs before the next batch overwrites the buffer."""
     import torch
 
     samples = rows(20, 100_000)
@@ -85,10 +85,10 @@ def test_a_transform_may_return_a_buffer_of_its_own(real_gpu: Any) -> None:
 
 
 def test_what_a_transform_returns_may_hold_tensors_anywhere(real_gpu: Any) -> None:
-    """In objects and sets: their memory is that of the loop's stream."""
+    """The memory of tensors in objects and sets is also recorded for the loop's stream."""
 
     class Holder:
-        """A batch of a class of its own."""
+        """Batch of a user-defined class."""
 
         def __init__(self, tensor: Any) -> None:
             self.tensors = {tensor}
@@ -108,7 +108,7 @@ def test_what_a_transform_returns_may_hold_tensors_anywhere(real_gpu: Any) -> No
 
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_modes_of_one_step_are_not_those_of_the_next(gpu: Any, ahead: int) -> None:
-    """One look in inference mode does not make inference tensors of the batches that were copied meanwhile."""
+    """Inference mode around one next() does not make inference tensors of batches that are copied in advance."""
     import torch
 
     with serve([np.float32(i) for i in range(8)], num_workers=1) as url:
@@ -123,7 +123,7 @@ def test_modes_of_one_step_are_not_those_of_the_next(gpu: Any, ahead: int) -> No
 
 
 def test_random_transforms_draw_in_the_order_of_batches(gpu: Any) -> None:
-    """Whatever arrived first and however much was ahead: same seed, same augmentation, same dropout after it."""
+    """The same seed gives the same augmentation and dropout, whatever the order of arrival and the prefetching."""
     import torch
 
     def draws(ahead: int) -> list[float]:
@@ -147,7 +147,7 @@ def test_random_transforms_draw_in_the_order_of_batches(gpu: Any) -> None:
 
 
 def test_an_exception_of_a_transform_takes_the_place_of_its_batch(gpu: Any) -> None:
-    """Not of another one, and the batch after it comes next; the transform is not called again."""
+    """The exception is raised in place of its own batch; the next batch follows, and the transform is not repeated."""
     calls = []
 
     def transform(batch: Any) -> Any:
@@ -167,7 +167,7 @@ def test_an_exception_of_a_transform_takes_the_place_of_its_batch(gpu: Any) -> N
 
 
 def test_stop_iteration_of_a_transform_is_not_the_end_of_the_epoch(gpu: Any) -> None:
-    """As in a generator, it is a RuntimeError."""
+    """StopIteration in a transform becomes a RuntimeError, as in a generator."""
 
     def transform(_: Any) -> Any:
         raise StopIteration
@@ -181,7 +181,7 @@ def test_stop_iteration_of_a_transform_is_not_the_end_of_the_epoch(gpu: Any) -> 
 
 
 def test_a_transform_runs_without_a_device_too() -> None:
-    """So that one script fits machines with and without an accelerator."""
+    """Without a device, the transform also runs, so that a script needs no change for machines without one."""
     need("torch")
     with serve(numbers(3), num_workers=1) as url:
         for device in (None, "cpu"):
@@ -191,7 +191,7 @@ def test_a_transform_runs_without_a_device_too() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, "out of memory"])
 def test_an_interruption_loses_no_batch(gpu: Any, error: Any) -> None:
-    """After Ctrl-C, or out of device memory, the same batch comes next, whatever the transform had done to it."""
+    """After Ctrl-C, or out of device memory, the same batch is next, even if the transform changed it."""
     import torch
 
     error = torch.cuda.OutOfMemoryError if error == "out of memory" else error
@@ -220,7 +220,7 @@ def test_an_interruption_loses_no_batch(gpu: Any, error: Any) -> None:
 
 
 def test_out_of_memory_ahead_ends_working_ahead(simulated_gpu: Any) -> None:
-    """A copy ahead that found no memory is made when its batch is due; one warning says so; nothing is lost."""
+    """If a copy in advance runs out of memory, it is repeated when its batch is due, with one warning."""
     with serve(numbers(12), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 1, device=simulated_gpu.name, prefetch_factor=12, num_workers=1)
         batches = iter(loader)
@@ -237,7 +237,7 @@ def test_out_of_memory_ahead_ends_working_ahead(simulated_gpu: Any) -> None:
 
 
 def test_a_warning_that_is_an_error_loses_nothing(simulated_gpu: Any) -> None:
-    """With -W error it is raised by next(), once, and the batch comes after it."""
+    """With -W error, next() raises the warning once, and the batch follows."""
     with serve(numbers(12), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 1, device=simulated_gpu.name, prefetch_factor=12, num_workers=1)
         simulated_gpu.machine.memory_errors_ahead = 1
