@@ -1,4 +1,4 @@
-"""What tests of loading share: a place where batches are made as in a worker, and datasets for it."""
+"""Helpers for tests of loading: computation of batches as in a worker, and datasets for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seeding = Literal["batch", "sample"]
 
 
 class Made:
-    """A dataset of the samples that a function makes of their index."""
+    """Dataset whose samples a function computes from their index."""
 
     def __init__(self, make: Callable[[int], Any], length: int = 12) -> None:
         self._make = make
@@ -63,7 +63,7 @@ class KeptCursor(Cursor):
 
 
 class Bench:
-    """Loads batches of one dataset, as a worker does."""
+    """Loader of one dataset's batches, as in a worker."""
 
     def __init__(
         self,
@@ -99,13 +99,13 @@ class Bench:
         return frame
 
     def batch(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Any:
-        """What the batch holds; it must not have failed."""
+        """Return the content of a batch, which must not have failed."""
         content = self.frame(batch, epoch, **spec).content
         assert not isinstance(content, Failure), content.traceback
         return content
 
     def failure(self, batch: int = 0, epoch: int = 0, **spec: Any) -> Failure:
-        """The failure in the place of the batch."""
+        """Return the failure in place of the batch."""
         content = self.frame(batch, epoch, **spec).content
         assert isinstance(content, Failure), "the batch did not fail"
         assert self.report is not None
@@ -120,7 +120,7 @@ class Bench:
 
 
 def raising(error: BaseException) -> Made:
-    """A dataset whose sample 2 raises this."""
+    """Return a dataset whose sample 2 raises `error`."""
 
     def make(index: int) -> int:
         if index == 2:
@@ -143,12 +143,12 @@ class Bulk(Made):
 
 
 def drawn(index: int) -> list[float]:
-    """What a sample draws from each generator."""
+    """Return a sample's random numbers from each generator."""
     return [random.random(), float(np.random.random())]
 
 
 def draws(seeding: Seeding, batches: list[int], **spec: Any) -> dict[int, list[float]]:
-    """What each sample drew when these batches are loaded, in this order."""
+    """Return the random numbers of each sample when these batches are loaded in this order."""
     found: dict[int, list[float]] = {}
 
     def make(index: int) -> int:

@@ -1,4 +1,4 @@
-"""What tests of the server share."""
+"""Fixtures of the server's tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from teleloader_server.dispatch import dispatcher, store
 
 @pytest.fixture
 def dispatcher_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rules are tested with figures of their own: those of the modules may be tuned."""
+    """Set fixed figures for the dispatcher's rules, because those of the modules may be tuned."""
     monkeypatch.setattr(store, "CACHE_SHARE", 0.5)
     monkeypatch.setattr(dispatcher, "QUEUE_SECONDS", 0.004)
     monkeypatch.setattr(dispatcher, "MAX_QUEUE", 64)

@@ -1,4 +1,4 @@
-"""Who may come in: decisions about tokens, scopes, addresses and pages of other sites."""
+"""Authentication and authorization: decisions about tokens, scopes, addresses and cross-site requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LATER = f'[later]\ntoken = "another-token-of-it"\nscopes = {SCOPES}\n'
 
 
 def one_entry(**fields: str) -> str:
-    """Return a file with one token, which has the scopes read and stats unless given."""
+    """Return a file with one token, with the scopes read and stats unless given."""
     return "[trainer]\n" + "".join(f"{name} = {value}\n" for name, value in {"scopes": SCOPES, **fields}.items())
 
 
@@ -55,7 +55,7 @@ def test_an_entry_needs_a_token_and_scopes_only() -> None:
 
 
 def test_an_empty_file_lists_no_tokens() -> None:
-    """A file whose last entry was removed is valid; comments may be left."""
+    """A file without entries is valid, with or without comments."""
     for text in ("", "\n", "# revoked: trainer\n"):
         assert parse_tokens(text, "tokens.toml").entries == ()
 
@@ -67,7 +67,7 @@ def test_no_token_has_the_name_of_clients_without_one() -> None:
 
 
 def test_an_entry_may_say_all() -> None:
-    """And need not hold the token itself."""
+    """An entry may have all settings, and a digest in place of the token."""
     text = one_entry(
         sha256=f'"{DIGEST}"', scopes='["read:train", "admin"]', expires="2027-01-01T00:00:00Z", memory_share="0.5"
     )
@@ -111,8 +111,8 @@ def test_an_entry_may_say_all() -> None:
     ],
 )  # fmt: skip
 def test_a_table_that_cannot_be_is_refused(text: str, complaint: str) -> None:
-    """With where, what, and never the token."""
-    gc.collect()  # one text exhausts the stack: finalizers of what earlier tests left would fail there
+    """The error has the file, the place and the reason, and never the token."""
+    gc.collect()  # one text exhausts the stack, in which finalizers of earlier tests' objects would fail
     with pytest.raises(ConfigError) as refused:
         parse_tokens(text, "tokens.toml")
     assert complaint in str(refused.value)
@@ -121,7 +121,7 @@ def test_a_table_that_cannot_be_is_refused(text: str, complaint: str) -> None:
 
 
 def test_all_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In constant time, also after one that fits."""
+    """A token is compared with all entries in constant time, even after a match."""
     compared = []
 
     def compare(one: bytes, other: bytes) -> bool:
@@ -161,7 +161,7 @@ def test_all_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_scope_allows_what_it_says(scopes: set[str], need: str, dataset: str | None, enough: bool) -> None:
-    """And nothing else; admin allows all."""
+    """A scope allows exactly its own operations; admin allows all."""
     assert allows(frozenset(scopes), need, dataset) is enough
 
 
@@ -180,12 +180,12 @@ def test_a_scope_allows_what_it_says(scopes: set[str], need: str, dataset: str |
     ],
 )  # fmt: skip
 def test_a_name_that_others_could_have_led_here_is_not_known(header: str, known: bool) -> None:
-    """Addresses, localhost and what was configured are; nothing is that only looks like them."""
+    """IP addresses, localhost and configured names are accepted as Host; similar names are not."""
     assert is_known_host(header, known_hosts(["cpu-box", "*.loader.example", ""])) is known
 
 
 def test_a_star_is_any_name() -> None:
-    """For those who have thought of it."""
+    """The setting `*` allows any name."""
     assert is_known_host("evil.example", known_hosts(["*"]))
 
 
@@ -210,7 +210,7 @@ def test_a_star_is_any_name() -> None:
 def test_what_a_page_of_another_site_causes_is_refused(
     method: str, origin: str | None, site: str | None, mode: str | None, refused: bool
 ) -> None:
-    """But for links to this server. Another port of the same machine is another site as well."""
+    """Cross-site requests are rejected except links to this server; another port of this machine is another site."""
     assert is_of_another_site(method, "box:8000", origin, site, mode) is refused
 
 
@@ -235,12 +235,12 @@ def endpoints(routes: list[Any]) -> Iterator[Route]:
 
 
 def test_every_endpoint_declares_who_may_ask(app: FastAPI) -> None:
-    """Only probes and the files of the page are for everybody; signing in is for whoever is no foreign page."""
+    """Only probes and static files are public; signing in is open to all but cross-site requests."""
     needs: dict[str, set[str]] = {}
     for route in endpoints(app.router.routes):
         need = permissions.need_of(route.endpoint)
         needs.setdefault(need, set()).add(route.path)
-        # a WebSocket asks the authenticator at each message: tests/end_to_end/test_websocket.py
+        # a WebSocket is authorized at each message: tests/end_to_end/test_websocket.py
         assert need == permissions.UNCHECKED or isinstance(route, GuardedRoute | APIWebSocketRoute), route.path
     assert needs.pop("unchecked") == {"/healthz", "/readyz", "/", "/dashboard/{name:path}"}
     assert needs.pop("open") == {"/session"}
@@ -261,7 +261,7 @@ def test_an_endpoint_that_declares_nothing_is_not_served() -> None:
 
 
 def test_a_route_that_is_described_is_guarded(app: FastAPI) -> None:
-    """What the API's description lists is what passes the authenticator, or a probe."""
+    """Each route in the API's description requires authentication, or is a probe."""
     guarded = {route.path for route in endpoints(app.router.routes) if isinstance(route, APIRoute)}
     assert set(app.openapi()["paths"]) <= guarded
 
@@ -292,7 +292,7 @@ def look_twice(authenticator: Authenticator) -> None:
 
 
 def gate_of(tmp_path: Path, text: str) -> Authenticator:
-    """One with a file of tokens."""
+    """Return an authenticator with a file of tokens."""
     file = tmp_path / "tokens.toml"
     file.write_text(text)
     file.chmod(0o600)
@@ -300,7 +300,7 @@ def gate_of(tmp_path: Path, text: str) -> Authenticator:
 
 
 def test_a_changed_file_counts_from_then_on(tmp_path: Path) -> None:
-    """A token that is removed is refused, though it was accepted before; a new one is accepted."""
+    """A removed token is rejected, even if it was accepted before; a new one is accepted."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     (tmp_path / "tokens.toml").write_text(LATER)
@@ -321,7 +321,7 @@ def test_a_changed_file_counts_from_then_on(tmp_path: Path) -> None:
 def test_an_empty_or_missing_file_accepts_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Callable[[Path], TokenFile], content: str | None
 ) -> None:
-    """The last token can be revoked: the server still requires one, and refuses all clients until one is added."""
+    """After the last token is revoked, the server rejects all clients until a token is added."""
     file = tmp_path / "tokens.toml"
     first, later = (one_entry(token=f'"{SECRET}"'), LATER) if kind == TokenFile.table else (SECRET, LATER.split('"')[1])
     file.write_text(first)
@@ -348,7 +348,7 @@ def test_an_empty_or_missing_file_accepts_nobody(
 
 
 def test_a_file_that_is_being_written_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file counts when two looks in a row find it alike: a part of it may name fewer tokens, or an older state."""
+    """A file is used once two consecutive reads are equal: an incomplete one may lack tokens, or be outdated."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     file = tmp_path / "tokens.toml"
     with file.open("w") as writing:  # empty from here on
@@ -363,7 +363,7 @@ def test_a_file_that_is_being_written_is_not_read(tmp_path: Path, caplog: pytest
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read is discarded: it may be half of the old content and half of the new."""
+    """A file that changes during a read is discarded: it may mix old and new content."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     file = tmp_path / "tokens.toml"
     file.write_text("# revoked: all")
@@ -398,7 +398,7 @@ def test_an_entry_that_loses_its_scopes_gains_none(tmp_path: Path) -> None:
 def test_an_invalid_file_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | bytes | None
 ) -> None:
-    """A typing error does not stop training: the tokens stay as they were, with one error in the log."""
+    """After an invalid change, the previous tokens stay valid, and one error is logged."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     file = tmp_path / "tokens.toml"
     if content is None:  # unreadable, for root as well
@@ -426,7 +426,7 @@ def test_a_server_does_not_start_with_a_file_without_tokens(
 
 
 def test_a_token_ends_when_it_expires(tmp_path: Path, clock: list[float]) -> None:
-    """Also one that was let in before."""
+    """An expired token is rejected, even if it was accepted before."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
     assert RequestCaller(authenticator, scope(f"Bearer {SECRET}")).admit("read").name == "trainer"
     clock[0] += 11
@@ -435,7 +435,7 @@ def test_a_token_ends_when_it_expires(tmp_path: Path, clock: list[float]) -> Non
 
 
 def test_a_caller_is_authorized_as_its_token_stands_at_each_use(tmp_path: Path) -> None:
-    """A request that was admitted loses what its token loses, whether that is a scope or the token itself."""
+    """An admitted request loses its authorization with the token or its scope."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     caller = RequestCaller(authenticator, scope(f"Bearer {SECRET}"))
     for dataset in ("train", "other"):
@@ -476,7 +476,7 @@ def test_changed_and_expired_tokens_are_reported(tmp_path: Path, clock: list[flo
 def test_tokens_of_several_sources_differ(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, token: str
 ) -> None:
-    """By name and by themselves; where a file that changes breaks this rule, the tokens stay as they were."""
+    """Names and tokens are unique across sources; a changed file that breaks this rule is ignored."""
     single = tmp_path / "token"
     single.write_text(SECRET)
     single.chmod(0o600)
@@ -506,7 +506,7 @@ def test_anything_else_is_no_token(tmp_path: Path, header: str) -> None:
 
 
 def test_a_token_reads_its_dataset_and_no_other(tmp_path: Path) -> None:
-    """A token of `read:NAME` suffices to look for datasets and to use the one of that name."""
+    """A token of `read:NAME` suffices to list datasets and to use the one with that name."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', scopes='["read:train"]'))
     caller = RequestCaller(authenticator, scope(f"Bearer {SECRET}"))
     assert caller.admit("read").name == "trainer"
@@ -518,7 +518,7 @@ def test_a_token_reads_its_dataset_and_no_other(tmp_path: Path) -> None:
 
 
 def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, tmp_path: Path, clock: list[float]) -> None:
-    """A line for many, with the peer and without what it sent."""
+    """Many rejections are logged in one line, with the peer and without the request's data."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     for _ in range(2):
         for _ in range(1000):
@@ -531,7 +531,7 @@ def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, tmp_path: Path, 
 
 
 def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where it holds the token itself; a digest is nothing to hide."""
+    """A readable file with tokens causes a warning; one with digests does not."""
     file = tmp_path / "tokens.toml"
     for text, warned in ((one_entry(sha256=f'"{DIGEST}"'), False), (one_entry(token=f'"{SECRET}"'), True)):
         file.write_text(text)
@@ -545,7 +545,7 @@ def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest
 
 
 def cookie_of(header: str) -> str:
-    """What a browser sends back."""
+    """Return the cookie that a browser sends back."""
     return header.partition(";")[0]
 
 
@@ -577,7 +577,7 @@ def test_a_session_ends_when_its_token_is_told_to(tmp_path: Path, clock: list[fl
 
 
 def test_under_tls_the_cookie_is_of_this_host_only(tmp_path: Path) -> None:
-    """And is never sent in the clear."""
+    """Under TLS the cookie is limited to this host, and never sent in clear text."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     _, header = authenticator.sign_in(SECRET, {**scope(), "scheme": "https"})
     assert header.startswith("__Host-teleloader-8000=")
@@ -603,7 +603,7 @@ def test_a_session_ends_with_its_token_and_after_a_day(tmp_path: Path, clock: li
 
 
 def test_a_wrong_token_opens_no_session(tmp_path: Path) -> None:
-    """Nor does what is none."""
+    """An unknown or malformed token does not sign in."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     for wrong in ("", "x", "\ud800", SECRET + "\n"):
         with pytest.raises(Unauthorized):
@@ -633,18 +633,18 @@ def test_sessions_are_bounded(tmp_path: Path) -> None:
         RequestCaller(authenticator, other).admit("stats")
 
 
-# -- where a server may stand
+# -- addresses that require tokens
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.8.8", "::1"])
 def test_this_machine_needs_no_tokens(address: str) -> None:
-    """Whoever reaches the server is on it."""
+    """A server that listens on a loopback address requires no tokens."""
     origins.refuse_unprotected(address, has_tokens=False, insecure=False)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "10.0.0.5", "::", "192.168.1.1", "fe80::1%eth0"])
 def test_others_need_tokens(address: str) -> None:
-    """Unless it was said in so many words that they do not."""
+    """A server that other machines can reach requires tokens, unless authentication is explicitly disabled."""
     origins.refuse_unprotected(address, has_tokens=True, insecure=False)
     origins.refuse_unprotected(address, has_tokens=False, insecure=True)
     with pytest.raises(ConfigError, match="teleloader-server token add trainer --file "):

@@ -1,4 +1,4 @@
-"""A worker's memory and the server's view of it: reused, never taken away while somebody reads, never left behind."""
+"""Memory shared between worker and server: reused, valid as long as it is read, and released at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = 4096
 
 
 class Server:
-    """The other side of an arena: maps what is announced, and remembers what was said."""
+    """Server side of an arena, which maps announced slots and records messages."""
 
     def __init__(self, free_limit: int = 2**30) -> None:
         self.arena = Arena(free_limit, self._announce, self._retract)
@@ -44,7 +44,7 @@ class Server:
 
 
 def open_descriptors() -> int:
-    """How many this process has."""
+    """Return the number of this process's open descriptors."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -65,7 +65,7 @@ def test_memory_begins_where_arrays_must() -> None:
 
 
 def test_sizes_are_few_and_close() -> None:
-    """There are eight sizes in each power of two: an eighth of the memory at most is not used."""
+    """Sizes are multiples of an eighth of a power of two, so that at most an eighth of the memory is unused."""
     arena = Server(free_limit=0).arena
     sizes = set()
     for nbytes in range(2**20 + 1, 2**21 + 1, 2**14):
@@ -115,7 +115,7 @@ def test_a_slot_that_is_far_too_large_is_not_used() -> None:
 
 
 def test_free_memory_beyond_the_limit_is_given_to_the_system() -> None:
-    """The slot that was free the longest goes first, and the server is told."""
+    """The slot that was free for longest is released first, and the server is informed."""
     server = Server(free_limit=2 * PAGE)
     slots = [server.arena.take(PAGE) for _ in range(4)]
     for slot in slots[:2]:
@@ -128,7 +128,7 @@ def test_free_memory_beyond_the_limit_is_given_to_the_system() -> None:
 
 
 def test_a_slot_larger_than_the_limit_is_not_kept() -> None:
-    """It goes as soon as it is free, and with it whatever else was free."""
+    """A slot larger than the limit is released as soon as it is free, with all other free slots."""
     server = Server(free_limit=PAGE)
     slot = server.arena.take(2 * PAGE)
     assert server.retracted == []
@@ -138,7 +138,7 @@ def test_a_slot_larger_than_the_limit_is_not_kept() -> None:
 
 
 def test_memory_in_use_does_not_count_as_free() -> None:
-    """The limit is on free memory: what is taken out of it makes room in it."""
+    """The limit applies to free memory: leased slots do not count."""
     server = Server(free_limit=PAGE)
     first = server.arena.take(PAGE)
     server.arena.give_back(first.number)
@@ -158,7 +158,7 @@ def test_a_slot_keeps_no_descriptor_open() -> None:
 
 
 def test_a_full_system_answers_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is asked for when the slot is made, not when it is written; afterwards nothing is left of the attempt."""
+    """Memory is allocated when a slot is created, not when it is written; a failed attempt leaves nothing."""
     server = Server()
 
     def full(fd: int, offset: int, size: int) -> None:
@@ -208,11 +208,11 @@ def test_any_sequence_of_taking_and_giving_back(limit: int, moves: list[int]) ->
 
 
 servers: list[Server] = []
-"""Those that are not to go before the leases on their slots."""
+"""References that keep servers alive as long as leases on their slots."""
 
 
 def lease_of(content: bytes) -> tuple[NDArray[np.uint8], list[str]]:
-    """A lease on a slot that a worker filled so, and what is said when it is released."""
+    """Return a lease on a slot with this content, and the messages of its release."""
     server = Server()
     servers.append(server)
     slot = server.arena.take(len(content))
@@ -222,7 +222,7 @@ def lease_of(content: bytes) -> tuple[NDArray[np.uint8], list[str]]:
 
 
 def test_the_server_sees_what_the_worker_wrote() -> None:
-    """Both look at the same memory; the server's lease ends where the frame ends."""
+    """Worker and server share the memory; the server's lease has the length of the frame."""
     lease, _ = lease_of(b"a frame")
     assert lease.tobytes() == b"a frame"
 
@@ -258,7 +258,7 @@ def test_a_lease_is_released_when_it_is_gone() -> None:
     ],
 )
 def test_a_slot_is_kept_until_the_last_view_is_gone(look: Callable[[Any], Any]) -> None:
-    """Whatever holds a part of the lease holds all of it: the event loop's transport holds what it has not sent."""
+    """Each view keeps the whole lease, such as unsent data in the event loop's transport."""
     lease, said = lease_of(bytes(range(64)))
     view = look(lease)
     del lease
@@ -268,7 +268,7 @@ def test_a_slot_is_kept_until_the_last_view_is_gone(look: Callable[[Any], Any]) 
 
 
 def test_a_slot_may_be_leased_again() -> None:
-    """Each use of a slot is a lease of its own, of its own length."""
+    """Each use of a slot is a separate lease with its own length."""
     server = Server()
     slot = server.arena.take(PAGE)
     mapping = server.mappings[slot.number]
@@ -283,7 +283,7 @@ def test_a_slot_may_be_leased_again() -> None:
 
 
 def test_a_lease_outlives_the_mapping_and_the_slot() -> None:
-    """A worker that is lost, or a slot that is retracted, takes nothing from who is still reading."""
+    """A lease stays readable after its worker has exited or its slot was retracted."""
     server = Server(free_limit=0)
     slot = server.arena.take(PAGE)
     slot.memory[:] = 7
@@ -295,7 +295,7 @@ def test_a_lease_outlives_the_mapping_and_the_slot() -> None:
 
 
 def test_a_mapping_closes_the_descriptor_that_it_was_given() -> None:
-    """The server holds one mapping for each slot, and no descriptor."""
+    """The server has one mapping for each slot, and no open descriptor."""
     slot = os.memfd_create("test")
     os.truncate(slot, PAGE)
     before = open_descriptors()
@@ -313,7 +313,7 @@ def test_more_than_the_slot_cannot_be_leased() -> None:
 
 
 def test_a_lease_that_lives_to_the_end_is_not_released_by_the_end() -> None:
-    """When the process ends, nobody is told: the loop that would carry the message is gone."""
+    """At the process's end a lease sends no release, since the event loop is closed."""
     program = """
 import os
 from teleloader_server.workers.arena import Arena, Mapping
@@ -359,7 +359,7 @@ class RealWorker:
             )
 
     def next(self) -> Any:
-        """What it says next."""
+        """Return the next message."""
         while not self.messages:
             select.select([self.channel], [], [])
             self.messages += self.channel.receive()
@@ -373,7 +373,7 @@ class RealWorker:
 
 
 def test_one_slot_serves_a_worker_process_for_all_its_batches() -> None:
-    """The memory goes to the server once; afterwards only numbers travel, and each batch is read in place."""
+    """The server maps the memory once; then only messages are sent, and each batch is read in place."""
     worker = RealWorker()
     try:
         said, number, size = worker.next()
@@ -389,8 +389,8 @@ def test_one_slot_serves_a_worker_process_for_all_its_batches() -> None:
 
 
 def test_what_a_killed_worker_made_can_still_be_read_and_nothing_is_left_of_it() -> None:
-    """The memory has no name and no file: it is there while somebody maps it, and then it is gone."""
-    gc.collect()  # what earlier tests left in circles would go in the middle of this one
+    """The memory has no name and no file: it exists as long as it is mapped."""
+    gc.collect()  # reference cycles of earlier tests would be collected during this one
     names, mapped = set(os.listdir("/dev/shm")), memfds_mapped()
     worker = RealWorker()
     try:
@@ -408,5 +408,5 @@ def test_what_a_killed_worker_made_can_still_be_read_and_nothing_is_left_of_it()
 
 
 def memfds_mapped() -> int:
-    """How many anonymous memory files of ours this process maps."""
+    """Return the number of teleloader's anonymous memory files that this process maps."""
     return Path("/proc/self/maps").read_text().count("memfd:teleloader")

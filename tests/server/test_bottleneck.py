@@ -1,4 +1,4 @@
-"""What holds a consumer back, told from numbers."""
+"""Diagnosis of a consumer's bottleneck from measurements."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_what_holds_a_consumer_back_is_told(case: str) -> None:
 
 
 def test_all_consumers_of_the_workers_are_kept_up_with() -> None:
-    """The number of workers is for all who share them, and the sentence says so."""
+    """The recommended number of workers is for all consumers that share them, and the text states so."""
     hungry = consumption(data_wait_fraction=0.5, starved_fraction=0.9, batch_rate=15.0)
     modest = consumption(data_wait_fraction=0.0, batch_rate=20.0)
     found = diagnose(hungry, workforce(hungry, modest, busy=1.0))
@@ -253,7 +253,7 @@ def test_all_consumers_of_the_workers_are_kept_up_with() -> None:
 
 
 def test_batches_that_consumers_share_are_made_once() -> None:
-    """The demand for them is that of the one who wants most."""
+    """The demand for shared batches is that of the fastest consumer."""
     assert total_demand([("shared", 2.0), ("shared", 3.0), ("own", 1.5)]) == 4.5
     assert total_demand([]) == 0.0
 
@@ -262,7 +262,7 @@ def test_batches_that_consumers_share_are_made_once() -> None:
 def test_the_number_of_workers_is_what_a_model_of_both_needs(
     loop_seconds: float, batch_seconds: float, workers: int
 ) -> None:
-    """A loop and workers that take the same time for each batch: whoever is faster waits, and so many would do."""
+    """In a model with constant times per step and batch, the recommended workers meet the demand without excess."""
     pace = min(1 / loop_seconds, workers / batch_seconds)
     waits = 1 - pace * loop_seconds
     busy = pace * batch_seconds / workers
@@ -287,7 +287,7 @@ def test_the_number_of_workers_is_what_a_model_of_both_needs(
 def test_work_that_is_less_than_the_waits_is_not_to_be_faster(
     waits: float, late: float, pace: float, workers: int, work: float, lag: float
 ) -> None:
-    """Nor to be done by more: it cannot be what the loop waits for."""
+    """If computing takes less time than the waits, neither faster batches nor more workers are recommended."""
     busy = work * late * waits / workers
     stages = {"fetch": busy * workers / pace}
     one = consumption(batch_rate=pace, data_wait_fraction=waits, starved_fraction=late * waits, stages=stages)

@@ -24,7 +24,7 @@ from tests.server.test_arena import open_descriptors
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel]]:
-    """Our end, which never blocks, and the other one, which does."""
+    """Yield a non-blocking end and a blocking end."""
     ours, theirs = Channel.pair()
     other = Channel(theirs)
     yield ours, other
@@ -34,7 +34,7 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
 
 @pytest.fixture
 def raw() -> Iterator[tuple[Channel, socket.socket]]:
-    """A channel, and the socket of its other end."""
+    """Yield a channel, and the socket of its other end."""
     ours, theirs = Channel.pair()
     yield ours, theirs
     ours.close()
@@ -59,7 +59,7 @@ def pipe_that_says(text: bytes) -> int:
 
 
 def read_and_close(fd: int) -> bytes:
-    """What can be read from a descriptor."""
+    """Return the content of a descriptor, and close it."""
     with open(fd, "rb") as file:
         return file.read()
 
@@ -76,7 +76,7 @@ values = st.recursive(
 @settings(max_examples=examples(100))
 @given(messages=st.lists(values, min_size=1, max_size=5), cuts=st.lists(st.integers(1, 50)))
 def test_messages_come_whole_and_in_order_however_they_are_cut(messages: list[Any], cuts: list[int]) -> None:
-    """A stream has no boundaries: a part of a message is kept until the rest is there, several at once are several."""
+    """Partial messages are kept until they are complete, and several in one read are separated."""
     ours, theirs = Channel.pair()
     stream = b"".join(msgpack.packb(message) for message in messages)
     got: list[Any] = []
@@ -91,7 +91,7 @@ def test_messages_come_whole_and_in_order_however_they_are_cut(messages: list[An
 
 
 def test_a_part_of_a_message_is_no_message(raw: tuple[Channel, socket.socket]) -> None:
-    """What has arrived so far may be nothing yet."""
+    """Nothing is returned before a message is complete."""
     channel, other = raw
     packed = msgpack.packb(["task", 1])
     other.sendall(packed[:3])
@@ -101,7 +101,7 @@ def test_a_part_of_a_message_is_no_message(raw: tuple[Channel, socket.socket]) -
 
 
 def test_both_ends_talk(pair: tuple[Channel, Channel]) -> None:
-    """What one sends the other receives, both ways."""
+    """Each end receives the other end's messages."""
     ours, other = pair
     ours.send(["to you"])
     other.send(["to me"])
@@ -116,7 +116,7 @@ def test_a_channel_that_does_not_block_says_that_nothing_has_come(pair: tuple[Ch
 
 
 def test_a_large_message_arrives(pair: tuple[Channel, Channel]) -> None:
-    """Messages may be larger than what a socket holds; `send` waits until it is sent, also on a socket without wait."""
+    """`send` waits until a message that exceeds the socket's buffer is sent, also on a non-blocking socket."""
     ours, other = pair
     message = ["done", b"x" * 10_000_000]
     got: list[Any] = []
@@ -130,7 +130,7 @@ def test_a_large_message_arrives(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_a_large_bytes_object_is_not_copied(pair: tuple[Channel, Channel]) -> None:
-    """It is sent from where it is, however many system calls that takes: the event loop has no time for copies."""
+    """A large object is sent in place, in any number of system calls, because copies would block the event loop."""
     ours, other = pair
     large = bytes(10_000_000)
     tracemalloc.start()
@@ -151,7 +151,7 @@ def test_a_large_bytes_object_is_not_copied(pair: tuple[Channel, Channel]) -> No
 
 
 def test_what_was_put_is_sent_with_the_next_flush(pair: tuple[Channel, Channel]) -> None:
-    """One system call carries many messages."""
+    """One system call sends many messages."""
     ours, other = pair
     for number in range(3):
         ours.put(number)
@@ -172,7 +172,7 @@ def test_what_was_put_goes_before_what_is_sent(pair: tuple[Channel, Channel]) ->
 
 
 def test_a_full_socket_takes_the_rest_later(pair: tuple[Channel, Channel]) -> None:
-    """`flush` sends what fits and says that there is more; when the socket is writable, it goes on where it was."""
+    """`flush` returns False if data remain, and continues where it stopped once the socket is writable."""
     ours, other = pair
     messages = [[number, "x" * 1000] for number in range(3000)]
     for message in messages:
@@ -190,7 +190,7 @@ def test_a_full_socket_takes_the_rest_later(pair: tuple[Channel, Channel]) -> No
 
 
 def test_a_descriptor_travels_beside_its_message(pair: tuple[Channel, Channel]) -> None:
-    """The receiver has one of its own, and the sender may close its."""
+    """The receiver gets its own descriptor, and the sender may close the original."""
     ours, other = pair
     fd = pipe_that_says(b"hello")
     ours.send(["slot", 1], [fd])
@@ -213,7 +213,7 @@ def test_descriptors_come_in_the_order_of_their_messages(pair: tuple[Channel, Ch
 
 
 def test_a_descriptor_is_there_when_its_message_is(pair: tuple[Channel, Channel]) -> None:
-    """Whoever reads the message can take the descriptor at once, whatever was received together."""
+    """The descriptor is available once its message is, in whatever pieces data arrive."""
     ours, other = pair
     for number in range(5):
         fd = pipe_that_says(str(number).encode())
@@ -227,7 +227,7 @@ def test_a_descriptor_is_there_when_its_message_is(pair: tuple[Channel, Channel]
 
 
 def test_a_message_may_have_several_descriptors(pair: tuple[Channel, Channel]) -> None:
-    """They come in their order."""
+    """Descriptors arrive in the order in which they were sent."""
     ours, other = pair
     fds = [pipe_that_says(text) for text in (b"a", b"b", b"c")]
     ours.send("three", fds)
@@ -238,7 +238,7 @@ def test_a_message_may_have_several_descriptors(pair: tuple[Channel, Channel]) -
 
 
 def test_a_large_message_may_have_a_descriptor(pair: tuple[Channel, Channel]) -> None:
-    """What does not fit in the socket follows, and the descriptor belongs to the whole."""
+    """A message that exceeds the socket's buffer arrives with its descriptor, and further messages after it."""
     ours, other = pair
     fd = pipe_that_says(b"hello")
     got: list[Any] = []
@@ -253,7 +253,7 @@ def test_a_large_message_may_have_a_descriptor(pair: tuple[Channel, Channel]) ->
 
 
 def test_descriptors_that_nobody_took_are_closed_with_the_channel() -> None:
-    """Nothing is left open by a worker that died between its message and the server's answer."""
+    """Descriptors are also closed if a worker exits before the server has used them."""
     before = open_descriptors()
     ours, theirs = Channel.pair()
     other = Channel(theirs)
@@ -270,7 +270,7 @@ def test_descriptors_that_nobody_took_are_closed_with_the_channel() -> None:
 
 
 def test_the_end_comes_after_all_messages(pair: tuple[Channel, Channel]) -> None:
-    """What was sent before the other end was closed is received; then it is the end, however often one asks."""
+    """Messages sent before the other end was closed are received first; then each receive() raises EOFError."""
     ours, other = pair
     other.send("last words")
     other.close()
@@ -300,7 +300,7 @@ def test_a_message_that_is_cut_off_by_the_end_is_none(raw: tuple[Channel, socket
 
 
 def test_a_message_to_one_who_has_ended_goes_nowhere(pair: tuple[Channel, Channel]) -> None:
-    """Sending is no error: the end is seen by who receives."""
+    """Sending to a closed end is no error: the receiving side notices the end."""
     ours, other = pair
     other.close()
     ours.send("hello?")
@@ -320,14 +320,14 @@ def test_a_descriptor_to_one_who_has_ended_goes_nowhere_too(pair: tuple[Channel,
 
 
 def test_a_closed_channel_has_no_descriptor(pair: tuple[Channel, Channel]) -> None:
-    """-1, as Python says of files."""
+    """fileno() is -1, as for files of Python."""
     pair[0].close()
     assert pair[0].fileno() == -1
     pair[0].close()
 
 
 def test_the_end_of_a_killed_process_is_seen() -> None:
-    """A worker that is killed is an end, after what it said."""
+    """The end of a killed worker is reported after its messages."""
     ours, theirs = Channel.pair()
     program = """
 import socket, sys
@@ -346,11 +346,11 @@ channel.receive()
     ours.close()
 
 
-# --- What a forked process must not keep --------------------------------------------------------------------------
+# --- Descriptors that a fork must close ---------------------------------------------------------------------------
 
 
 def test_a_forked_process_holds_no_connection_of_its_parent() -> None:
-    """Other channels and network sockets are closed in it, so that their ends are seen; the kept channel works.
+    """A fork closes inherited channels and sockets, so that their ends are noticed; the kept channel works.
 
     In a process of its own: it forks.
     """

@@ -1,7 +1,7 @@
-"""Our collate functions make what torch's make, with NumPy alone.
+"""The collate functions return torch's results, with NumPy alone.
 
-torch's own functions, in the same process, say what is right. Samples of NumPy and Python objects take the path that a
-server without torch takes; tensors have a path of their own.
+The reference is torch's own functions, in the same process. Samples of NumPy and Python objects use the code of a
+server without torch; tensors have their own.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def torch_convert() -> Collate:
     return default_convert  # type: ignore[no-any-return, unused-ignore]
 
 
-# --- What is compared ---------------------------------------------------------------------------------------------
+# --- Comparison ---------------------------------------------------------------------------------------------------
 
 
 def outcome(function: Collate, argument: Any) -> Any:
-    """What a function makes of its argument, in a form that can be compared: its error, or the described value."""
+    """Return the result of a function in comparable form: its error, or the described value."""
     try:
         return described(function(argument))
     except Exception as error:  # noqa: BLE001 - whatever it raises is what is compared
@@ -98,7 +98,7 @@ def described_tensor(torch: Any, tensor: Any) -> Any:
 
 
 def bits(array: NDArray[Any]) -> bytes:
-    """The elements' bits, all NaN made equal: which of them arithmetic yields is the processor's business."""
+    """Return the elements' bits with a single NaN, because the NaN that arithmetic returns depends on the processor."""
     array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", subok=False)
     if array.dtype.kind in "fc":
         parts = array.reshape(-1).view(array.real.dtype)
@@ -107,7 +107,7 @@ def bits(array: NDArray[Any]) -> bytes:
 
 
 def written(stack: Stack | TensorStack) -> NDArray[Any]:
-    """What a stack writes where it is told to."""
+    """Return the array that a stack writes."""
     out = np.empty(stack.shape, dtypes.storage(stack.dtype_name))
     stack.write(out)
     return out
@@ -118,7 +118,7 @@ def written(stack: Stack | TensorStack) -> NDArray[Any]:
 Samples = st.SearchStrategy[Any]
 
 DTYPES = [np.dtype(name) for name in dtypes.NUMPY]
-"""All types that travel."""
+"""All dtypes that can be sent."""
 int64s = st.integers(-(2**63), 2**63 - 1)
 strings = st.text(max_size=4)
 
@@ -137,7 +137,7 @@ LAYOUTS: list[Callable[[NDArray[Any]], NDArray[Any]]] = [
     lambda array: array[::-1] if array.ndim else array,
     lambda array: array.astype(array.dtype.newbyteorder(">")),
 ]
-"""Ways in which the elements of an array may lie in memory."""
+"""Memory layouts of an array."""
 
 
 def arrays(dtype: np.dtype[Any], shape: tuple[int, ...] | st.SearchStrategy[Any]) -> Samples:
@@ -146,7 +146,7 @@ def arrays(dtype: np.dtype[Any], shape: tuple[int, ...] | st.SearchStrategy[Any]
 
 
 def tensors(dtype: np.dtype[Any], shape: tuple[int, ...] | st.SearchStrategy[Any]) -> Samples:
-    """Torch tensors of a type and shape, and of bfloat16 in the place of float16."""
+    """Return torch tensors of a dtype and shape, with bfloat16 in place of float16."""
 
     def made(array: NDArray[Any]) -> Any:
         import torch
@@ -174,13 +174,13 @@ def for_torch(value: Any) -> Any:
 
 
 def scalars(dtype: np.dtype[Any]) -> Samples:
-    """NumPy scalars of a type; torch refuses those of uint64."""
+    """Return NumPy scalars of a dtype, except uint64, which torch rejects."""
     return hnp.from_dtype(np.dtype(np.uint32) if dtype == np.uint64 else dtype)
 
 
 @st.composite
 def leaves(draw: st.DrawFn) -> Samples:
-    """One kind of leaf: a strategy whose values can stand in one column."""
+    """Return one kind of leaf: a strategy whose values can be in one column."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
     kinds = [int64s, st.booleans(), st.floats(), strings, st.binary(max_size=3), scalars(dtype), arrays(dtype, shape)]
@@ -216,14 +216,14 @@ batches = kinds_of_samples.flatmap(lambda kind: st.lists(kind, min_size=1, max_s
 @fixed
 @given(batch=batches)
 def test_a_batch_is_what_torch_makes_of_the_samples(torch_collate: Collate, batch: list[Any]) -> None:
-    """Same containers, element types, shapes and values, for anything that samples are made of."""
+    """Containers, dtypes, shapes and values equal torch's for samples of any structure."""
     assert outcome(default_collate, batch) == outcome(torch_collate, for_torch(batch))
 
 
 @fixed
 @given(batch=batches)
 def test_a_lazy_batch_is_the_same_once_it_is_written(torch_collate: Collate, batch: list[Any]) -> None:
-    """What workers use knows shapes and types beforehand, and writes the same elements."""
+    """The collate function of workers, which determines shapes and dtypes in advance, writes the same elements."""
     assert outcome(lazy_collate, batch) == outcome(torch_collate, for_torch(batch))
 
 
@@ -241,7 +241,7 @@ small_floats = st.floats(width=32)
     )
 )
 def test_a_column_of_python_numbers_has_torchs_type(torch_collate: Collate, batch: list[Any]) -> None:
-    """Bools and ints are int64, a leading float makes float64, a later one float32."""
+    """Bools and ints become int64; floats become float64 if the first is one, otherwise float32."""
     for collate in (default_collate, lazy_collate):
         assert outcome(collate, batch) == outcome(torch_collate, batch)
 
@@ -317,21 +317,21 @@ def test_what_cannot_be_collated_is_refused_in_torchs_words(torch_collate: Colla
     ],
 )
 def test_containers_follow_the_first_sample(torch_collate: Collate, batch: list[Any]) -> None:
-    """Keys, order and type are those of the first sample; what cannot be rebuilt becomes a plain one."""
+    """The first sample determines keys, order and type; a type that cannot be rebuilt becomes a plain one."""
     for collate in (default_collate, lazy_collate):
         assert outcome(collate, batch) == outcome(torch_collate, batch)
 
 
 class Scaled(namedtuple("Scaled", ["pixels"])):
-    """A namedtuple whose constructor reckons."""
+    """Namedtuple whose constructor changes its argument."""
 
     def __new__(cls, pixels: Any) -> Scaled:
-        """With half the values."""
+        """Create an instance with half the values."""
         return super().__new__(cls, pixels / 2)
 
 
 class Summed(UserDict[str, Any]):
-    """A mapping that reckons with what it is given."""
+    """Mapping that computes with its arguments."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value + 1)
@@ -343,7 +343,7 @@ class Summed(UserDict[str, Any]):
     ids=["namedtuple", "mapping", "counter"],
 )
 def test_a_container_that_reckons_is_given_arrays(torch_collate: Collate, batch: list[Any]) -> None:
-    """What is to be written later cannot be reckoned with, so in such containers it is written at once."""
+    """Values in containers whose constructor computes with them are written immediately, not lazily."""
     for collate in (default_collate, lazy_collate):
         assert outcome(collate, batch) == outcome(torch_collate, batch)
 
@@ -360,7 +360,7 @@ MIXED: dict[str, list[Any]] = {
     "NumPy int, then float": [np.int64(1), 2.5],
     "NumPy int, then NumPy float": [np.int64(1), np.float32(0.5)],
 }
-"""Columns whose numbers are not all of one type, which torch promotes in its own way."""
+"""Columns of mixed number types, for which torch has its own promotion rules."""
 
 
 @pytest.mark.parametrize("batch", [pytest.param(batch, id=name) for name, batch in MIXED.items()])
@@ -372,7 +372,7 @@ def test_a_column_of_mixed_numbers_is_promoted_as_torch_does(torch_collate: Coll
 
 @pytest.mark.parametrize("first", dtypes.NUMPY)
 def test_arrays_of_mixed_types_are_promoted_as_torch_does(torch_collate: Collate, first: str) -> None:
-    """A float type is not widened because an integer array stands beside it, and what torch refuses is refused.
+    """Integer arrays do not widen a float dtype, and combinations that torch rejects are rejected.
 
     NumPy would make float64 of uint64 and int64, and lose digits.
     """
@@ -383,7 +383,7 @@ def test_arrays_of_mixed_types_are_promoted_as_torch_does(torch_collate: Collate
 
 
 def several_kinds() -> Samples:
-    """Numbers of every kind, and what is none; of types of which torch takes over every number."""
+    """Return a strategy for numbers of dtypes that torch accepts, and for values that are not numbers."""
     names = ("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64")
     dtype = st.sampled_from([np.dtype(name) for name in names])
     shape = st.sampled_from([(), (2,)])
@@ -406,7 +406,7 @@ def test_a_column_of_two_kinds_is_what_torch_makes_of_it(torch_collate: Collate,
 
 
 def is_error(found: Any) -> bool:
-    """Whether an outcome is an error."""
+    """Return True if an outcome is an error."""
     return isinstance(found[0], type) and issubclass(found[0], Exception)
 
 
@@ -427,7 +427,7 @@ NO_NUMBERS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("batch", [pytest.param(batch, id=name) for name, batch in NO_NUMBERS.items()])
 def test_what_is_no_number_is_not_taken_for_one(torch_collate: Collate, batch: list[Any]) -> None:
-    """A column of numbers that holds something else is an error, of torch's type, and never a guess."""
+    """A column of numbers with another value raises torch's type of error."""
     wanted = outcome(torch_collate, batch)[0]
     assert issubclass(wanted, Exception)
     for collate in (default_collate, lazy_collate):
@@ -440,7 +440,7 @@ def test_what_is_no_number_is_not_taken_for_one(torch_collate: Collate, batch: l
     ids=["timedelta", "datetimes", "records", "strings"],
 )
 def test_what_has_no_tensor_is_a_type_error_like_torchs(torch_collate: Collate, sample: Any) -> None:
-    """Also where torch's own text speaks of conversion."""
+    """Values without a tensor raise TypeError, also where torch's own text is about conversion."""
     batch = [np.zeros(1), sample] if sample.dtype.kind == "U" else [sample]
     assert outcome(torch_collate, batch)[0] is TypeError
     for collate in (default_collate, lazy_collate):
@@ -458,7 +458,7 @@ def test_a_numpy_scalar_that_is_no_number_is_refused_in_torchs_words(torch_colla
 
 @pytest.mark.parametrize("collate", [default_collate, lazy_collate])
 def test_arrays_that_torch_cannot_take_over_are_collated_all_the_same(collate: Collate) -> None:
-    """Foreign byte order, negative strides and uint64 scalars, which torch refuses, are stacked as what they mean."""
+    """Foreign byte order, negative strides and uint64 scalars, which torch rejects, are stacked by value."""
     swapped = np.arange(3, dtype=">i4")
     assert described(collate([swapped, swapped])) == described(np.array([[0, 1, 2]] * 2, np.int32).view(Tensor))
     backwards = np.arange(3, dtype=np.int16)[::-1]
@@ -490,7 +490,7 @@ def test_types_that_numpy_has_not_are_promoted_by_their_value(first: str) -> Non
 
 
 def test_a_stack_knows_itself_before_it_is_written() -> None:
-    """Shape and type are there at once; the elements are read when it is written, and the place is the caller's."""
+    """Shape and dtype are known immediately; elements are read when they are written to the caller's buffer."""
     first, second = np.zeros(3, np.float32), np.ones(3, np.float32)
     stack = lazy_collate([first, second])
     assert isinstance(stack, Stack)
@@ -502,7 +502,7 @@ def test_a_stack_knows_itself_before_it_is_written() -> None:
 
 
 def test_a_batch_is_its_own() -> None:
-    """Samples may be changed when they are collated: the batch is a copy, even of one sample."""
+    """A batch is a copy, even of one sample, so that samples may change after collation."""
     sample = np.zeros(3)
     batch = default_collate([sample])
     sample[:] = 1
@@ -515,7 +515,7 @@ def test_a_batch_is_its_own() -> None:
 @fixed
 @given(sample=samples)
 def test_a_single_sample_is_what_torch_makes_of_it(torch_convert: Collate, sample: Any) -> None:
-    """Arrays and NumPy scalars become tensors, tuples lists; all else stays as it is."""
+    """Arrays and NumPy scalars become tensors, and tuples become lists; other values stay unchanged."""
     assert outcome(default_convert, sample) == outcome(torch_convert, for_torch(sample))
 
 
@@ -538,7 +538,7 @@ def test_what_is_no_array_is_left_alone(torch_convert: Collate, sample: Any) -> 
     "sample", [np.array(["a"]), np.array([None]), np.array([b"a"])], ids=["str", "object", "bytes"]
 )
 def test_an_array_of_strings_or_objects_stays_an_array(torch_convert: Collate, sample: Any) -> None:
-    """There is no tensor of it."""
+    """Arrays of strings or objects have no tensor."""
     assert outcome(default_convert, sample) == outcome(torch_convert, sample)
 
 
@@ -554,7 +554,7 @@ def test_what_others_derive_from_numpys_types_stays_what_it_is(torch_convert: Co
 
 @pytest.mark.parametrize("sample", [np.datetime64("2020"), np.array(["2020"], "M8[s]"), np.zeros(1, [("a", "i4")])])
 def test_an_array_that_cannot_be_a_tensor_stays_until_it_is_to_travel(sample: Any) -> None:
-    """Torch raises here; we do when the batch is encoded, where the error says where in the sample it stands."""
+    """Encoding such an array raises an error with its path; torch raises during conversion."""
     converted = default_convert({"a": [sample]})
     with pytest.raises(EncodeError, match=r"^cannot encode batch\['a'\]\[0\]: unsupported dtype .* of an array"):
         flatten(converted)
@@ -577,7 +577,7 @@ def test_tensors_are_stacked_as_torch_does(torch_collate: Collate, name: str, sh
 
 @pytest.mark.parametrize("case", ["transposed", "with gradient", "conjugate", "negated", "parameter", "expanded"])
 def test_views_and_leaves_of_a_graph_are_stacked_as_plain_tensors(torch_collate: Collate, case: str) -> None:
-    """What is written are the elements, whatever way they are stored."""
+    """The elements are written, whatever their storage."""
     import torch
 
     complex_ = torch.tensor([1 + 2j, 3 - 4j])
@@ -597,7 +597,7 @@ def test_views_and_leaves_of_a_graph_are_stacked_as_plain_tensors(torch_collate:
     "case", ["ragged", "promoted", "nested containers", "array after tensor", "tensor after array"]
 )
 def test_unequal_tensors_are_promoted_or_refused_as_torch_does(torch_collate: Collate, case: str) -> None:
-    """Torch itself is asked, so types and texts are its own."""
+    """Results and error texts are torch's own."""
     import torch
 
     batch: list[Any] = {
@@ -634,7 +634,7 @@ def test_nested_tensors_are_refused_in_torchs_words(torch_collate: Collate, layo
 
 
 class Angle:
-    """Something that torch can only collate when it is told how."""
+    """Type that torch can collate only with a registered function."""
 
     def __init__(self, degrees: float) -> None:
         self.degrees = degrees
@@ -643,7 +643,7 @@ class Angle:
 def test_what_is_registered_with_torch_is_collated_by_it(
     torch_collate: Collate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's default_collate_fn_map is where its documentation tells users to add types of their own."""
+    """Functions in torch's default_collate_fn_map, the documented extension point, are used."""
     import torch
     from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -689,7 +689,7 @@ def test_tensors_of_a_single_sample_are_left_alone(torch_convert: Collate) -> No
 
 
 def test_collating_neither_needs_nor_loads_torch() -> None:
-    """In a process without torch, batches of arrays and numbers are made, and torch is not imported for it."""
+    """Without torch, arrays and numbers are collated, and torch is not imported."""
     program = """
 import sys
 import numpy as np
@@ -717,12 +717,12 @@ assert "torch" not in sys.modules
     ids=["object", "none", "the sample itself", "strings", "nothing"],
 )
 def test_where_in_a_sample_something_is_refused(sample: object, path: str | None) -> None:
-    """Torch's text says what was found; beside it stands where."""
+    """The error has torch's text and the path within the sample."""
     assert path_to_uncollatable(sample) == path
 
 
 def test_of_several_types_that_cannot_be_stacked_the_first_is_named() -> None:
-    """As by torch, and the same in every run: hashes of types are not."""
+    """The error names the first type, as torch's does, and is the same in every run."""
     words = [np.array(word) for word in ("cat", "horse", "hippopotamus", "ox", "mouse")]
     with pytest.raises(TypeError, match=r"found <U3$"):
         default_collate(words)

@@ -1,4 +1,4 @@
-"""What a server is told, in TOML and on the command line; what is impossible is refused at birth, with a sentence."""
+"""Configuration in TOML and on the command line; invalid values are rejected at start with an error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refusal(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
 
 
 def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
-    """Each table of datasets is one, under its own name, with everything that may be said of it."""
+    """Each table of datasets is one dataset with its name and all settings."""
     path = write("""
         [server]
         port = 9000
@@ -82,7 +82,7 @@ def test_a_file_names_datasets_and_the_servers_settings(write: Write) -> None:
 
 
 def test_a_file_may_say_nothing(write: Write) -> None:
-    """Both tables may be left out: then the command line says it all."""
+    """Both tables are optional: the command line can contain all settings."""
     assert read_toml(write("")) == ({}, {}, [])
 
 
@@ -95,14 +95,14 @@ def test_what_is_left_out_has_its_default(write: Write) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """With its path and the system's reason."""
+    """The error has the path and the system's reason."""
     path = tmp_path / "nothing.toml"
     assert refusal(read_toml, path) == f"cannot read {path}: No such file or directory"
     assert refusal(read_toml, tmp_path) == f"cannot read {tmp_path}: Is a directory"
 
 
 def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None:
-    """With the place where it goes wrong."""
+    """The error has the position."""
     path = write("[datasets.train\n")
     assert refusal(read_toml, path).startswith(f"{path} is not valid TOML: Expected ']'")
     path.write_bytes(b"\xff\xfe")
@@ -142,7 +142,7 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
     ],
 )
 def test_what_is_not_understood_is_refused(write: Write, text: str, sentence: str) -> None:
-    """The sentence says where it stands and what may stand there."""
+    """The error states the position and the valid entries."""
     path = write(text)
     assert refusal(read_toml, path) == sentence.format(path=path)
 
@@ -154,12 +154,12 @@ def test_a_table_that_is_none_is_refused(write: Write, text: str) -> None:
     assert str(path) in refusal(read_toml, path)
 
 
-# --- One dataset --------------------------------------------------------------------------------------------------
+# --- Datasets -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["train", "0", "a.b_c-D", "x" * 128])
 def test_a_name_is_letters_digits_and_some_signs(name: str) -> None:
-    """What is safe in a path and on a command line."""
+    """Names may contain characters that are safe in a path and on a command line."""
     assert DatasetConfig(name=name, factory="a:b").name == name
 
 
@@ -194,7 +194,7 @@ def test_code_that_is_named_otherwise_is_refused(field: str, target: Any) -> Non
     ids=repr,
 )
 def test_functions_are_a_list_of_such_names(functions: Any) -> None:
-    """Nothing else may run here on a client's word; the sentence has dataset and value."""
+    """Clients can select only listed functions; the error has dataset and value."""
     sentence = f"invalid functions of dataset 'n': expected a list of 'module:name', got {functions!r}"
     assert refusal(DatasetConfig, name="n", factory="a:b", functions=functions) == sentence
 
@@ -209,12 +209,12 @@ def test_functions_are_a_list_of_such_names(functions: Any) -> None:
     ],
 )
 def test_other_fields_are_refused_with_their_value(field: str, value: Any, sentence: str) -> None:
-    """The sentence says what the field may be."""
+    """The error states the field's valid values."""
     assert refusal(DatasetConfig, **{"name": "n", "factory": "a:b", field: value}) == sentence
 
 
 def test_a_config_does_not_change() -> None:
-    """It is a record."""
+    """A configuration is immutable."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         DatasetConfig(name="n", factory="a:b").name = "m"  # type: ignore[misc]
 
@@ -232,13 +232,13 @@ def test_a_config_does_not_change() -> None:
     ],
 )
 def test_a_dataset_is_named_on_the_command_line(text: str, name: str, factory: str) -> None:
-    """By its module and name, and by a name that is chosen or else its own."""
+    """An argument has module and object, and optionally a dataset name, which defaults to the object's."""
     assert DatasetConfig.parse(text) == DatasetConfig(name=name, factory=factory)
 
 
 @pytest.mark.parametrize("text", ["", "1", ":train", "a=", "data:train()", "../data.py:train", "my-data.py:train"])
 def test_what_names_no_dataset_is_refused(text: str) -> None:
-    """The sentence says how to write it."""
+    """The error states the expected form."""
     assert refusal(DatasetConfig.parse, text) == (
         f"invalid dataset {text!r}: expected module:name (the module must be importable from here), "
         "or chosen-name=module:name"
@@ -312,7 +312,7 @@ def test_the_ends_of_a_range_belong_to_it(field: str, value: int) -> None:
 
 
 def test_nobody_loads_in_the_servers_process_unless_it_is_allowed() -> None:
-    """It would hold up everything else."""
+    """In-process loading is off by default, because it would block all other requests."""
     assert not Limits().debug
 
 
@@ -328,24 +328,24 @@ def test_nobody_loads_in_the_servers_process_unless_it_is_allowed() -> None:
     ],
 )  # fmt: skip
 def test_a_limit_is_a_whole_number(field: str, value: Any) -> None:
-    """Anything else is refused where it is stated, not where it is used: `serve(num_workers=1.5)` among others."""
+    """An invalid limit is rejected where it is set, not where it is used, for example in `serve(num_workers=1.5)`."""
     assert field in refusal(Limits, **{field: value})
 
 
 def test_there_is_a_worker_for_each_cpu_by_default() -> None:
-    """Of those that this process may use."""
+    """The default is the number of CPUs that this process may use."""
     assert default_num_workers() == len(os.sched_getaffinity(0))
 
 
 def test_the_default_budget_leaves_most_of_the_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of a small machine, and no more than 2 GiB of a large one."""
+    """The default is a quarter of the machine's memory, and at most 2 GiB."""
     assert 2**20 <= default_memory_budget() <= 2 * 2**30
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**14}[name])
     assert default_memory_budget() == 2**24
 
 
 def test_the_default_budget_keeps_to_a_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may have less than its machine; one without a limit says "max"."""
+    """The default depends on the container's limit if that is smaller; "max" means no limit."""
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**28}[name])
     said = {"/sys/fs/cgroup/memory.max": f"{2**26}\n"}
     monkeypatch.setattr(Path, "read_text", lambda self: said[str(self)] if str(self) in said else _absent())
@@ -389,6 +389,6 @@ def test_a_number_is_a_size(number: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.5GiB", "1 2", "5X", "5MiBs", "1e9", "0x10", "five"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    """The sentence shows what one looks like."""
+    """The error shows an example of a size."""
     sentence = f"invalid size {text!r}: expected a number of bytes, or a size such as 512MiB or 2GiB"
     assert refusal(parse_size, text) == sentence

@@ -35,7 +35,7 @@ from tests.conftest import eventually
 from tests.raw import HOST, Raw
 
 MEGABYTES = 16
-"""Of a batch: more than the buffers of two kernels."""
+"""Size of a batch, larger than the buffers of two kernels."""
 QUICK = ClientLimits(
     max_connections=1000,
     header_timeout=0.4,
@@ -157,7 +157,7 @@ def _readable(sockets: list[socket.socket]) -> list[socket.socket]:
 
 
 def test_each_head_of_a_connection_has_its_own_deadline(url: str) -> None:
-    """It starts at the first byte of the head: a connection that waits for its next request does not time out."""
+    """The deadline is relative to the head's first byte: a connection that waits for a request does not time out."""
     with Raw(url) as client:
         assert client.get("/healthz").status == 200
         time.sleep(3 * QUICK.header_timeout)
@@ -201,7 +201,7 @@ def test_a_head_below_the_limit_is_accepted(start: Start) -> None:
 
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
 def test_a_body_with_a_content_length_above_the_limit_is_rejected(url: str, method: str) -> None:
-    """With 413, before the server reads any of it."""
+    """The status is 413, before the server reads any of the body."""
     with Raw(url) as client:
         client.send(f"{method} /v1/loaders HTTP/1.1\r\n".encode() + HOST + b"Content-Length: 268435456\r\n\r\n")
         response = client.receive()
@@ -297,7 +297,7 @@ def test_a_client_that_does_not_read_is_disconnected(start: Start) -> None:
 
 @pytest.mark.parametrize("query", ["/0", "?start=0&stop=2"], ids=["one batch", "a stream"])
 def test_a_client_that_reads_slowly_is_not_disconnected(start: Start, query: str) -> None:
-    """If it reads at least one byte within `send_timeout`, also from the kernel's buffer."""
+    """Reading one byte within `send_timeout`, also from the kernel's buffer, is sufficient."""
     running = start(send_timeout=0.8)
     path = running.register()
     with Raw(running.url, buffer=2**18) as client:
@@ -329,7 +329,7 @@ def test_pressure_send_timeout_applies_when_memory_is_short(start: Start, monkey
 
 
 def test_pipelined_requests_get_responses_in_order(url: str) -> None:
-    """Each request gets its own response."""
+    """Pipelined requests get their responses in order."""
     with Raw(url) as client:
         for path in ("/healthz", "/nothing", "/readyz"):
             client.send_get(path)
@@ -344,7 +344,7 @@ def test_the_number_of_pipelined_requests_is_limited(url: str) -> None:
 
 
 def test_all_requests_of_a_broken_connection_end(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """Not only the last pipelined one: workers stop computing for the client, and no error is logged."""
+    """All pipelined requests end: workers stop computing for the client, and no error is logged."""
     running = start()
     path = running.register()
     with Raw(running.url, buffer=4096) as client:
@@ -392,7 +392,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_requests_are_rejected(url: str, name: str) -> None:
-    """With 400 and a message, and the connection is closed."""
+    """The status is 400 with a message, and the connection is closed."""
     with Raw(url) as client:
         client.send(MALFORMED[name])
         response = client.receive()
@@ -403,7 +403,7 @@ def test_malformed_requests_are_rejected(url: str, name: str) -> None:
 
 @pytest.mark.parametrize("version", ["2.0", "0.9"])
 def test_other_versions_of_http_are_rejected(url: str, version: str) -> None:
-    """With 505 for versions other than 1.0 and 1.1, and the connection is closed."""
+    """The status is 505 for versions other than 1.0 and 1.1, and the connection is closed."""
     with Raw(url) as client:
         client.send(f"GET /healthz HTTP/{version}\r\n".encode() + HOST + b"\r\n")
         response = client.receive()
@@ -434,7 +434,7 @@ FRAMING = {
 @pytest.mark.parametrize("piece", [1000, 2**24], ids=["in pieces", "at once"])
 @pytest.mark.parametrize("name", FRAMING)
 def test_trailers_and_chunk_extensions_are_limited(start: Start, name: str, piece: int) -> None:
-    """With 431 once trailers or chunk extensions without content exceed `max_header_bytes`."""
+    """The status is 431 once trailers or chunk extensions without content exceed `max_header_bytes`."""
     data = CHUNKED + FRAMING[name]
     with Raw(start(body_timeout=30).url) as client:
         for begin in range(0, len(data), piece):
@@ -504,14 +504,14 @@ def test_the_memory_of_unfinished_heads_is_limited(start: Start) -> None:
 
 
 def test_each_header_field_counts_256_bytes_of_memory(start: Start) -> None:
-    """In addition to its length: short fields take much more memory than their bytes."""
+    """Each field counts 256 bytes in addition to its length, as short fields use more memory than their bytes."""
     running = start(max_unauthenticated_bytes=2**20, header_timeout=60)
     head = b"GET /v1/datasets HTTP/1.1\r\n" + HOST + b"a:\r\n" * 120
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Raw(running.url)) for _ in range(30)]
         for client in clients:
             client.send(head)
-        # 55 KB are counted for each, and 25 KB without their fields
+        # each counts 55 KB, of which 30 KB are for its fields
         eventually(lambda: sum(client.is_open() for client in clients) <= 20)
         assert clients[-1].is_open()
 
@@ -623,7 +623,7 @@ def test_a_message_at_min_body_rate_is_accepted(start: Start) -> None:
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"text"], ids=["not UTF-8", "UTF-8"])
 def test_text_messages_are_rejected(start: Start, caplog: pytest.LogCaptureFixture, text: bytes) -> None:
-    """With a problem and code 1008, whatever the content; the log contains no traceback."""
+    """Any text message is rejected with a problem and code 1008, without a traceback in the log."""
     running = start(header_timeout=60)
     with Raw(running.url) as client:
         open_websocket(running, client)
@@ -715,7 +715,7 @@ def test_the_idle_timeout_does_not_apply_during_a_head(start: Start, monkeypatch
 
 
 def test_the_body_of_an_upgrade_request_is_ignored(url: str) -> None:
-    """It could be data of the other protocol; the connection is closed."""
+    """The body could be data of the other protocol, so it is ignored and the connection is closed."""
     with Raw(url) as client:
         fields = b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Type: application/json\r\nContent-Length: 22\r\n\r\n"
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + fields)
@@ -748,7 +748,7 @@ def test_http_1_0_is_supported(start: Start) -> None:
 def test_rejected_connections_are_logged_in_summary(
     start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first at once, all others of the next 10 s in one line, without data of the client."""
+    """The first rejection is logged immediately, others within 10 s in one line, without data of the client."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("teleloader_server.web.guard_manager.LOG_INTERVAL_S", 600.0)
     running = start(header_timeout=0.04)

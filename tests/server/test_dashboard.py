@@ -27,7 +27,7 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def client() -> httpx.AsyncClient:
-    """A client of an application that has a dashboard and nothing else."""
+    """Yield a client of an application that has only a dashboard."""
     app = FastAPI()
     add_dashboard(app)
     handle_problems(app)
@@ -74,7 +74,7 @@ def run_javascript(tmp_path: Path) -> Run:
     ],
 )
 async def test_files_have_the_types_that_browsers_want(client: httpx.AsyncClient, path: str, media_type: str) -> None:
-    """Whatever the machine's own table says; and the page runs only what comes from its server."""
+    """Media types do not depend on the machine's table; the page runs only scripts of its server."""
     answer = await client.get(path)
     assert (answer.status_code, answer.headers["content-type"]) == (200, media_type)
     assert "default-src 'self'" in answer.headers["content-security-policy"]
@@ -82,7 +82,7 @@ async def test_files_have_the_types_that_browsers_want(client: httpx.AsyncClient
 
 
 async def test_a_file_that_the_browser_has_is_not_sent_again(client: httpx.AsyncClient) -> None:
-    """It asks each time, so page and server are of one version."""
+    """Browsers revalidate each file, so that page and server have the same version."""
     first = await client.get("/")
     assert first.headers["cache-control"] == "no-cache"
     again = await client.get("/", headers={"If-None-Match": first.headers["etag"]})
@@ -93,12 +93,12 @@ async def test_a_file_that_the_browser_has_is_not_sent_again(client: httpx.Async
     "path", ["/dashboard/", "/dashboard/no.js", "/dashboard/../__init__.py", "/dashboard/%2e%2e/x"]
 )
 async def test_nothing_but_the_files_is_served(client: httpx.AsyncClient, path: str) -> None:
-    """What is not one of them is not found, wherever it may lie."""
+    """Other paths result in 404, even if such files exist."""
     assert (await client.get(path)).status_code == 404
 
 
 def test_the_page_names_files_that_are_there_and_nothing_from_elsewhere() -> None:
-    """All that it loads is relative to its own address, so that it works offline, and behind a proxy's path."""
+    """All links are relative and exist, so that the page works offline and behind a proxy's path prefix."""
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     loaded = re.findall(r'(?:src|href)="(?!#)([^"]+)"', page)
     assert {name.removeprefix("dashboard/") for name in loaded if name.startswith("dashboard/")} <= set(FILES)
@@ -110,7 +110,7 @@ def test_the_page_names_files_that_are_there_and_nothing_from_elsewhere() -> Non
 
 
 def test_the_chart_library_is_shipped_with_its_licence() -> None:
-    """The MIT licence wants its text to go with every copy."""
+    """The MIT license requires its text to accompany every copy."""
     assert "Leon Sorokin" in (STATIC / "uplot" / "LICENSE").read_text(encoding="utf-8")
 
 
@@ -145,14 +145,14 @@ def simplified(node: Any, arrays: list[dict[str, Any]]) -> Any:
 
 
 def flat(values: Any, depth: int) -> list[Any]:
-    """Nested lists as one."""
+    """Return nested lists as one list."""
     if depth == 0:
         return [values]
     return [item for part in values for item in flat(part, depth - 1)]
 
 
 def test_the_page_reads_each_vector(run_javascript: Run) -> None:
-    """Addresses, trees, arrays, failures and ends are those that any reader must find."""
+    """Batch IDs, trees, arrays, failures and ends equal those of the vectors."""
     found = run_javascript(frames=[str(VECTORS / f"{name}.tlf") for name in NAMES])["frames"]
     for name, frame in zip(NAMES, found, strict=True):
         record = json.loads((VECTORS / f"{name}.json").read_text(encoding="utf-8"))
@@ -181,7 +181,7 @@ def test_the_page_reads_each_vector(run_javascript: Run) -> None:
 def test_the_page_refuses_a_damaged_frame(
     run_javascript: Run, tmp_path: Path, at: int, wrong: bytes, complaint: str
 ) -> None:
-    """And says what is wrong with it."""
+    """The page shows the reason why a damaged frame is rejected."""
     frame = bytearray((VECTORS / "plain.tlf").read_bytes())
     frame[at : at + len(wrong)] = wrong
     (tmp_path / "damaged.tlf").write_bytes(frame)
@@ -190,7 +190,7 @@ def test_the_page_refuses_a_damaged_frame(
 
 
 def test_the_page_says_that_it_reads_no_compressed_frame(run_javascript: Run) -> None:
-    """It asks for none; browsers have no zstd for scripts."""
+    """The page requests no compression, because browsers offer no zstd to scripts."""
     (found,) = run_javascript(frames=[str(VECTORS / "zstd.tlf")])["frames"]
     assert "compressed frame (zstd)" in found["error"]
 
@@ -221,14 +221,14 @@ def test_the_page_says_that_it_reads_no_compressed_frame(run_javascript: Run) ->
 def test_what_looks_like_images_is_shown_as_images(
     run_javascript: Run, dtype: str, shape: list[int], layout: tuple[int, int, int, int, bool] | None
 ) -> None:
-    """One or three channels, first or last; without channels, bytes or a square. Tokens and features are none."""
+    """Images have one or three channels, or are bytes or squares without channels; tokens and features are none."""
     (found,) = run_javascript(shapes=[[dtype, shape]])["shapes"]
     names = ("images", "height", "width", "channels", "planar")
     assert found == (None if layout is None else dict(zip(names, layout, strict=True)))
 
 
 def test_numbers_are_written_for_people(run_javascript: Run) -> None:
-    """About three digits, with units; what is not known is a dash."""
+    """Numbers have about three digits and units; an unknown value is a dash."""
     written = {
         ("number", 1234.4): "1,234",
         ("number", 99.96): "100",

@@ -1,4 +1,4 @@
-"""From a name in the configuration to an object that samples can be taken from, or a sentence that says why not."""
+"""Creation of a dataset from a configured name, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Squares:
 
 
 class Stream:
-    """An iterable-style one."""
+    """Iterable-style dataset."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
 
 
 class WithoutLength:
-    """One that has samples, and does not say how many."""
+    """Map-style dataset without a length."""
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -71,13 +71,13 @@ def refusal(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
 
 
 def test_code_is_found_by_module_and_name(module: Module) -> None:
-    """Also inside packages, and inside what a module holds."""
+    """Names may refer to modules in packages, and to attributes of attributes."""
     module("found_here.data", "class Sets:\n    train = [1, 2]\n")
     assert resolve("found_here.data:Sets.train", "factory") == [1, 2]
 
 
 def test_a_module_that_is_not_there_is_refused() -> None:
-    """The sentence says for what it is needed, and where it was looked for."""
+    """The error states what the module is for, and the searched folders."""
     assert refusal(resolve, "no_such_module:x", "factory of dataset 'train'") == (
         "factory of dataset 'train': module 'no_such_module' not found in the current folder, "
         f"{Path.cwd()}, or in {sys.prefix}. Check the name, or install the module"
@@ -96,21 +96,21 @@ def test_a_module_inside_a_package_that_is_not_there_is_refused(name: str) -> No
 
 @pytest.mark.parametrize("path", ["nothing", "nothing.more", "JSONDecoder.nothing", "JSONDecoder."])
 def test_a_name_that_the_module_has_not_is_refused(path: str) -> None:
-    """With the whole path."""
+    """The error contains the whole path."""
     assert (
         refusal(resolve, f"json:{path}", "factory of 'a'") == f"factory of 'a': module 'json' has no attribute {path!r}"
     )
 
 
 def test_a_module_that_misses_another_one_says_so_itself(module: Module) -> None:
-    """It is there: that something of its own is not installed must not look like a wrong name."""
+    """A missing dependency of the user's module raises its own error, not that of a wrong name."""
     module("needs_more", "import not_installed_anywhere")
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
         resolve("needs_more:x", "factory")
 
 
 def test_an_error_in_the_users_module_comes_as_it_is(module: Module) -> None:
-    """Its traceback is what helps."""
+    """The error is raised with its own traceback."""
     module("is_broken", "1 / 0")
     with pytest.raises(ZeroDivisionError):
         resolve("is_broken:x", "factory")
@@ -136,7 +136,7 @@ def test_a_class_or_a_function_makes_the_dataset_and_an_object_is_it() -> None:
 
 
 def test_an_iterable_dataset_that_can_be_called_besides_is_a_dataset() -> None:
-    """Like a map-style one."""
+    """A callable iterable-style dataset is not taken for a factory, like a map-style one."""
 
     class CalledToo(Stream):
         def __call__(self) -> None:
@@ -182,7 +182,7 @@ def test_an_object_of_a_module_is_hosted_as_it_is(module: Module) -> None:
 
 
 def test_arguments_for_what_takes_none_are_refused(module: Module) -> None:
-    """What is configured has an effect or is an error."""
+    """Arguments for an object that is not called are an error."""
     module("takes_none", "numbers = [3, 4, 5]")
     assert "kwargs" in refusal(
         open_dataset, DatasetConfig(name="n", factory="takes_none:numbers", kwargs={"root": "/data"})
@@ -191,7 +191,7 @@ def test_arguments_for_what_takes_none_are_refused(module: Module) -> None:
 
 @pytest.mark.parametrize("field", ["collate", "worker_init"])
 def test_a_function_that_is_none_is_refused(module: Module, field: str) -> None:
-    """When the server starts, not when the first batch fails."""
+    """An invalid function is rejected when the server starts, not when the first batch fails."""
     module("no_function", "numbers = [3, 4, 5]\nsetting = 'fast'\n")
     stated: dict[str, Any] = {"name": "n", "factory": "no_function:numbers", field: "no_function:setting"}
     assert field in refusal(open_dataset, DatasetConfig(**stated))
@@ -205,14 +205,14 @@ def test_the_default_collates_as_torch_does() -> None:
 
 
 def test_a_collate_function_also_converts_single_samples() -> None:
-    """As with torch, it is called with the sample itself."""
+    """Without batches, the collate function is called with the sample itself, as in torch."""
     hosted = host(Squares(), name="n", collate=lambda samples: ("collated", samples))
     assert hosted.collate_batch([1, 2]) == ("collated", [1, 2])
     assert hosted.convert_sample(5) == ("collated", 5)
 
 
 def test_functions_that_clients_may_choose_are_found_by_their_names(module: Module) -> None:
-    """In place of the usual ones, for batches, single samples and workers; clients are told which there are."""
+    """Clients get the list of functions, which replace the default for batches, single samples and workers."""
     module(
         "offers_some",
         "numbers = [3, 4, 5]\ndef usual(samples): return 'usual'\ndef other(samples): return ['other', samples]\n",
@@ -231,7 +231,7 @@ def test_functions_that_clients_may_choose_are_found_by_their_names(module: Modu
 
 
 def test_a_function_that_clients_may_choose_must_be_there(module: Module) -> None:
-    """When the server starts, not when somebody chooses it."""
+    """A missing function is rejected when the server starts, not when a client selects it."""
     module("offers_none", "numbers = [3, 4, 5]\nsetting = 'fast'\n")
     stated: dict[str, Any] = {"name": "n", "factory": "offers_none:numbers"}
     assert refusal(open_dataset, DatasetConfig(**stated, functions=["offers_none:gone"])) == (
@@ -253,7 +253,7 @@ def test_all_datasets_are_built_or_none(module: Module) -> None:
 
 
 def test_an_error_in_a_factory_is_told_with_its_traceback(module: Module) -> None:
-    """That of the user's code, without ours."""
+    """The error contains the traceback of the user's code, without teleloader's frames."""
     module("fails_to_build", "def make():\n    raise ValueError('no data in /data')\n")
     sentence = refusal(open_datasets, [DatasetConfig(name="train", factory="fails_to_build:make")])
     assert sentence.startswith("cannot build dataset 'train':\nTraceback (most recent call last):\n")
@@ -262,12 +262,12 @@ def test_an_error_in_a_factory_is_told_with_its_traceback(module: Module) -> Non
     assert "open_datasets" not in sentence
 
 
-# --- What can be hosted -------------------------------------------------------------------------------------------
+# --- Types of datasets --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dataset", [[1, 2, 3], (1, 2, 3), range(3), np.arange(3), Squares(3), "abc"], ids=label)
 def test_anything_with_samples_and_a_length_is_a_dataset(dataset: Any) -> None:
-    """Lists and arrays too."""
+    """Lists and arrays are datasets, too."""
     assert host(dataset, name="n").info.length == 3
 
 
@@ -277,7 +277,7 @@ def test_anything_with_samples_and_a_length_is_a_dataset(dataset: Any) -> None:
     ids=["class", "iterator", "set", "generator"],
 )
 def test_what_can_only_be_iterated_over_is_iterable_style(dataset: Any, length: int | None) -> None:
-    """Its length is what it says, and it need not say any."""
+    """An iterable is an iterable-style dataset, with or without a length."""
     info = host(dataset, name="train").info
     assert (info.kind, info.type, info.length) == ("iterable", type(dataset).__qualname__, length)
 
@@ -299,7 +299,7 @@ def test_torchs_iterable_dataset_is_iterable_style(length: int | None) -> None:
 
 
 def test_torchs_map_style_dataset_is_map_style() -> None:
-    """Also one that can be iterated over besides, and one that forgot its length."""
+    """A torch Dataset is map-style even if it is also iterable or has no length."""
     need("torch")
     from torch.utils.data import Dataset, TensorDataset
 
@@ -321,14 +321,14 @@ def test_what_is_no_dataset_is_refused() -> None:
 
 
 class Forgetful(Squares):
-    """Says that it has no length, as torch's samplers and datasets did for years."""
+    """Dataset whose __len__ raises NotImplementedError, as in old versions of torch."""
 
     def __len__(self) -> int:
         raise NotImplementedError
 
 
 class Pretending(Squares):
-    """Says what no length can be."""
+    """Dataset with an invalid length."""
 
     def __len__(self) -> int:
         return None  # type: ignore[return-value]
@@ -342,7 +342,7 @@ def test_a_dataset_need_not_have_a_length(kind: Callable[[], Any]) -> None:
 
 
 def test_another_error_of_its_length_is_the_datasets_own() -> None:
-    """It must not look like a dataset without one."""
+    """Other errors of __len__ are raised, and do not mean that a dataset has no length."""
 
     class Unmounted(Squares):
         def __len__(self) -> int:
@@ -353,7 +353,7 @@ def test_another_error_of_its_length_is_the_datasets_own() -> None:
 
 
 def test_an_empty_dataset_may_be_hosted() -> None:
-    """It has no batches."""
+    """A dataset of length 0 is valid."""
     assert host([], name="n").info.length == 0
 
 
@@ -361,7 +361,7 @@ def test_an_empty_dataset_may_be_hosted() -> None:
 
 
 def fingerprint(length: int | None = 10, **changed: Any) -> str:
-    """That of a dataset which is the same but for what is changed."""
+    """Return the fingerprint of a dataset with these properties changed."""
     facts: dict[str, Any] = {"name": "train", "version": "1", "collate_name": "default", "seeding": "batch"}
     dataset = WithoutLength() if length is None else Squares(length)
     return host(dataset, **{**facts, **changed}).info.fingerprint
@@ -380,7 +380,7 @@ def fingerprint(length: int | None = 10, **changed: Any) -> str:
     ids=lambda changed: next(iter(changed)),
 )
 def test_a_fingerprint_tells_datasets_apart(changed: dict[str, Any]) -> None:
-    """By all that decides what a batch holds, as far as it is known."""
+    """The fingerprint depends on all known properties that determine a batch's content."""
     assert fingerprint(**changed) != fingerprint()
 
 
@@ -390,12 +390,12 @@ def test_a_fingerprint_is_the_same_everywhere_and_for_ever() -> None:
 
 
 def test_no_two_sets_of_facts_run_together() -> None:
-    """Where one fact ends and the next begins makes a difference."""
+    """The fingerprint depends on the boundaries between properties."""
     assert fingerprint(name="a", version="bc") != fingerprint(name="ab", version="c")
 
 
 def test_what_does_not_decide_a_batch_is_not_in_the_fingerprint() -> None:
-    """The object itself, the worker_init function and what clients may choose may be others."""
+    """The object, the worker_init function and the functions for clients do not change the fingerprint."""
 
     def init(worker: int) -> None:
         raise AssertionError

@@ -1,4 +1,4 @@
-"""Workers that die: their batches are recomputed, and the batch that caused the death is identified."""
+"""Workers that exit: their batches are recomputed, and the batch that caused the exit is identified."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_prefetching_does_not_starve_an_awaited_suspect_batch() -> None:
     service.warm_up(OTHER, seconds=QUICK)
     service.warm_up(TRAIN, seconds=SLOW)
     waiting = service.request("a", TRAIN, 0, 2)
-    # two batches in one queue: unknown times are taken for short ones
+    # two batches in one queue, because unknown durations are assumed to be short
     service.loader("train").batch_seconds = None
     service.decide()
     assert numbers(service.queues[0]) == [0, 1]

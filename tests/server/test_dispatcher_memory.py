@@ -22,11 +22,11 @@ from tests.server.dispatching import (
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
-# --- Retention: what is kept --------------------------------------------------------------------------------------
+# --- Retention ----------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_is_kept_until_every_consumer_has_received_it() -> None:
-    """If memory suffices, batches of the faster consumer stay for the slower one."""
+    """If memory suffices, batches of the faster consumer are kept for the slower one."""
     service = Service(budget=100)
     slow, quick = service.request("slow", TRAIN, 0, 80), service.request("quick", TRAIN, 0, 80)
     assert complete(service, quick) == list(range(80))
@@ -54,7 +54,7 @@ def test_a_late_consumer_gets_cached_batches_and_others_are_recomputed() -> None
 
 
 def test_a_cached_batch_that_a_consumer_wants_is_not_evicted() -> None:
-    """It counts as wanted again."""
+    """A cached batch that is requested is no longer unwanted, and is not evicted."""
     service = Service(budget=100)
     complete(service, service.request("a", TRAIN, 0, 40))
     service.request("late", TRAIN, 0, 40)
@@ -72,7 +72,7 @@ def test_a_consumer_that_starts_over_gets_cached_batches() -> None:
 
 
 def test_a_batch_that_is_requested_again_is_wanted_again() -> None:
-    """Batches stay for a consumer that starts over, as for a new one."""
+    """Batches are kept for a consumer that starts over, as for a new one."""
     service = Service(budget=100)
     complete(service, service.request("a", TRAIN, 0, 40))
     service.request("a", TRAIN, 0, 40)
@@ -111,7 +111,7 @@ def test_batches_that_a_consumer_skipped_are_unwanted() -> None:
 
 
 def test_a_client_continues_after_a_partial_response() -> None:
-    """It requests the remaining batches, and no batch is computed twice."""
+    """The client requests the remaining batches, and no batch is computed twice."""
     service = Service()
     first = service.request("a", TRAIN, 0, 6)
     service.decide()
@@ -164,7 +164,7 @@ def test_a_consumer_with_an_open_request_is_not_removed() -> None:
 
 
 def test_a_batch_completed_after_its_consumer_was_removed_is_cached() -> None:
-    """It is unwanted."""
+    """The batch is cached as unwanted, and a later request uses it."""
     service = Service(budget=4)
     request = service.request("a", TRAIN, 0, 2)
     service.decide()
@@ -176,7 +176,7 @@ def test_a_batch_completed_after_its_consumer_was_removed_is_cached() -> None:
     assert complete(service, service.request("b", TRAIN, 0, 2)) == []
 
 
-# --- Lanes: several open asks of one consumer ---------------------------------------------------------------------
+# --- Several open requests of one consumer ------------------------------------------------------------------------
 
 
 def test_a_consumer_may_receive_batches_out_of_order() -> None:
@@ -223,7 +223,7 @@ def test_the_position_advances_past_batches_from_another_server(monkeypatch: pyt
 
 
 def test_prefetching_starts_after_all_requests_of_a_consumer() -> None:
-    """It starts after the last batch of any open request."""
+    """Prefetching starts after the last batch of any open request."""
     service = Service()
     service.request("a", TRAIN, 10, 20)
     service.request("a", TRAIN, 5, 10, ahead=3)
@@ -325,7 +325,7 @@ def test_unwanted_batches_are_evicted_first_in_lru_order(size: int) -> None:
 
 
 def test_batches_needed_last_are_evicted_for_a_batch_needed_sooner() -> None:
-    """If all batches are wanted."""
+    """If all batches are wanted, those needed last are evicted."""
     service = Service(budget=10)
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 10)
@@ -350,7 +350,7 @@ def test_batches_needed_equally_soon_are_not_evicted_for_each_other() -> None:
 
 
 def test_prefetching_waits_if_all_batches_in_memory_are_needed_sooner() -> None:
-    """Nothing is evicted."""
+    """Prefetching does not evict batches that are needed sooner."""
     service = Service(budget=10)
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 20)
@@ -375,7 +375,7 @@ def test_a_batch_in_progress_is_never_evicted() -> None:
 
 
 def test_awaited_batches_are_computed_even_if_they_exceed_the_budget() -> None:
-    """One at a time for each waiting client."""
+    """One batch for each waiting client may exceed the budget."""
     service = Service(budget=1, workers=3)
     service.warm_up(TRAIN, OTHER, nbytes=100)
     requests = [

@@ -23,7 +23,7 @@ from tests.server.dispatching import (
 
 pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
-# --- Rule 1: nothing is made twice --------------------------------------------------------------------------------
+# --- Rule 1: batches are computed once ----------------------------------------------------------------------------
 
 
 def test_equal_requests_share_one_batch() -> None:
@@ -215,7 +215,7 @@ def test_a_worker_with_an_assigned_batch_is_busy() -> None:
 def begun_in_turns(
     service: Service, rounds: int, seconds: Callable[[BatchId], float] = lambda _: SLOW
 ) -> list[BatchId]:
-    """One worker, its batches one after another, each sent to whoever asked for it at once."""
+    """Return the order in which one worker computes batches, if each is sent to its consumer immediately."""
     order: list[BatchId] = []
     for _ in range(rounds):
         order += service.decide()
@@ -250,7 +250,7 @@ def test_a_greedy_consumer_does_not_delay_a_modest_one() -> None:
         while not service.send_ready(modest):
             waited += service.finish_all()
             service.decide()
-        # the greedy one's batch that was under way, its own, and a greedy one between them when that was served less
+        # the greedy consumer's batch in progress, its own one, and a greedy one between if that consumer had less time
         assert waited <= 3
         service.dispatcher.close(modest)
 
@@ -314,7 +314,7 @@ def test_a_paused_consumer_gets_no_credit_for_its_idle_time() -> None:
 
 
 def begun_in_turns_once(service: Service, who: str, run: Epoch) -> None:
-    """A consumer asks for its first batch, gets it, and asks for no more."""
+    """Request a consumer's first batch, compute and send it, and close the request."""
     request = service.request(who, run, 0, 1)
     begun_in_turns(service, 1)
     service.dispatcher.close(request)
@@ -325,7 +325,7 @@ def test_a_prefetched_batch_that_does_not_fit_does_not_block_smaller_ones() -> N
     service = Service(budget=10, workers=4)
     service.warm_up(OTHER, nbytes=1)
     service.warm_up(TRAIN, nbytes=6)
-    service.request("slow", TRAIN, 0, 50)  # it takes nothing of what is made for it
+    service.request("slow", TRAIN, 0, 50)  # it receives none of its computed batches
     assert numbers(service.decide()) == [0]
     service.finish_all(nbytes=6)
     service.request("quick", OTHER, 0, 50)

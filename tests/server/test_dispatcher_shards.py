@@ -1,6 +1,6 @@
-"""Workers that compute batches in turn, as in torch: each batch belongs to one worker, and recomputing it is expensive.
+"""Workers that compute batches in turn, as in torch: each batch belongs to one worker, and is expensive to recompute.
 
-Each has a shard of an iterable-style dataset; a map-style one is treated alike where a loader has workers of its own.
+Each worker has a shard of an iterable-style dataset. For map-style datasets, loaders with private workers behave alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def queued(service: Service) -> dict[int, list[int]]:
     return {worker: [batch_id.batch for batch_id in queue] for worker, queue in service.queues.items()}
 
 
-# --- Whose a batch is ---------------------------------------------------------------------------------------------
+# --- Assignment ---------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_goes_to_the_worker_of_its_shard() -> None:
@@ -99,7 +99,7 @@ def test_a_batch_waits_for_the_worker_of_its_shard() -> None:
     assert set(service.started.values()) == {1}
 
 
-# --- What is kept -------------------------------------------------------------------------------------------------
+# --- Retention ----------------------------------------------------------------------------------------------------
 
 
 def test_wanted_batches_of_shards_are_never_evicted() -> None:
@@ -129,7 +129,7 @@ def test_a_full_memory_stops_work_ahead_until_something_was_taken() -> None:
 
 
 def test_sent_batches_of_shards_are_evicted() -> None:
-    """When memory is needed."""
+    """Sent batches are evicted when memory is needed."""
     service = sharded(1, budget=4)
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 100)
@@ -144,7 +144,7 @@ def test_sent_batches_of_shards_are_evicted() -> None:
 
 
 def test_prefetched_batches_of_shards_are_kept_during_a_long_pause() -> None:
-    """Otherwise workers would have to iterate their shards from the start."""
+    """Prefetched batches are kept, since otherwise workers would iterate their shards from the start."""
     service = sharded(2, budget=8)
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 2, ahead=6)
@@ -170,7 +170,7 @@ def test_batches_of_a_lost_worker_are_computed_by_its_replacement() -> None:
     assert service.lose_worker(0) == []
     service.finish_all()
     service.worker_ready(0)
-    for k in (2, 4):  # one after another: either of them may have done it
+    for k in (2, 4):  # one after another, because either of them may be the cause
         assert numbers(service.decide()) == [k]
         service.finish_all()
     assert service.send_ready(request) == list(range(6))

@@ -1,4 +1,4 @@
-"""Workers that are slow, worn or killed: what they had, and what they are given."""
+"""Workers that are slow, recycled or killed: their batches, and assignment of new ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("dispatcher_figures")
 
 
 def test_a_batch_that_hung_is_given_up_at_once() -> None:
-    """And it alone: what waited behind it is made by others, several at a time, as nothing of it is suspected."""
+    """Only the batch that hung fails; the queued ones go to several other workers, since none of them is suspected."""
     service = Service()
     service.warm_up(TRAIN, seconds=QUICK)
     request = service.request("a", TRAIN, 0, 8)
@@ -27,7 +27,7 @@ def test_a_batch_that_hung_is_given_up_at_once() -> None:
 
 
 def test_what_is_nobodys_fault_is_never_held_against_a_batch() -> None:
-    """A batch whose worker is taken away again and again is tried again and again."""
+    """A batch is retried however often its worker is preempted."""
     service = Service()
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 2)
@@ -66,7 +66,7 @@ def test_a_suspect_stays_one_whatever_happens_to_others() -> None:
 
 
 def test_what_waits_behind_a_slow_batch_is_made_by_others() -> None:
-    """The slow one stays where it is, and its worker gets nothing more until it goes on."""
+    """The slow batch keeps its worker, which gets no other batches until it continues."""
     service = Service(workers=2)
     service.warm_up(TRAIN, OTHER, seconds=QUICK)
     request = service.request("a", TRAIN, 0, 8)
@@ -91,7 +91,7 @@ def test_what_waits_behind_a_slow_batch_is_made_by_others() -> None:
 
 
 def test_in_turn_nobody_else_may_make_what_waits() -> None:
-    """A shard's next batch can only come from its own worker."""
+    """Only its own worker can compute a shard's next batch."""
     service = Service(workers=2, in_turn=2)
     service.request("a", TRAIN, 0, 6)
     service.decide()

@@ -1,4 +1,4 @@
-"""The engine between a dispatcher and a pool that does what the test says."""
+"""The engine between a dispatcher and a pool that the test controls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPORT = Report(1, failed=False, stages=[1.0, 0.0, 0.0])
 
 
 class FakePool:
-    """Two workers; they have what was submitted to them until the test says what becomes of it."""
+    """Pool of two workers, which keep submitted tasks until the test completes them."""
 
     num_workers = 2
 
@@ -40,7 +40,7 @@ class FakePool:
         return []
 
     def queue(self, worker: int) -> Tasks:
-        """What one of them has."""
+        """Return the tasks of a worker."""
         return Tasks(lambda: [task.batch_id for other, task in self.tasks if other == worker])
 
     def submit(self, worker: int, task: Task) -> None:
@@ -49,22 +49,22 @@ class FakePool:
         self.submitted.append(task)
 
     def workers(self) -> list[WorkerState]:
-        """None is asked for."""
+        """Return no workers: no test uses them."""
         return []
 
     def pids(self) -> list[int]:
-        """None."""
+        """Return no PIDs."""
         return []
 
     def mapped_bytes(self) -> int:
-        """Nothing."""
+        """Return 0."""
         return 0
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 
     async def close(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing: no process runs."""
 
 
 async def begun() -> None:
@@ -74,7 +74,7 @@ async def begun() -> None:
 
 
 async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> None:
-    """A client with an order of its own says once what its batches hold; memory may be full more than once."""
+    """An evicted batch of a client-side sampler is recomputed from the indices that the client sent once."""
     pool = FakePool()
     engine = Engine(pool, Memory(BUDGET), Counters(), SOURCE)
     await engine.start()

@@ -1,4 +1,4 @@
-"""The connections of a server: which ones it closes for lack of room, from counts and sizes alone."""
+"""Connections that a server closes at its limits, as a function of counts and sizes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_connection_is_refused_when_all_are_authenticated() -> None:
 
 
 def test_an_address_closes_its_own_connections() -> None:
-    """A connection beyond `max_connections_per_address` does not close connections of other addresses."""
+    """A connection beyond `max_connections_per_address` does not close connections of other IP addresses."""
     connections = manager(max_connections_per_address=1)
     other, old, new = Fake("192.0.2.2"), Fake(), Fake()
     assert admit(connections, other, old, new) == [None, None, None]
@@ -103,7 +103,7 @@ def test_draining_closes_connections_that_have_had_a_request() -> None:
 
 
 def test_a_left_connection_is_forgotten() -> None:
-    """It makes room in all counts, and may leave twice."""
+    """A closed connection is removed from all counts, once even if it is closed twice."""
     connections = manager(max_connections=1, max_connections_per_address=1)
     one = Fake(quota=PRINCIPAL)
     admit(connections, one)

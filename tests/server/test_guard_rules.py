@@ -1,4 +1,4 @@
-"""Limits of one connection, decided from bytes, counts and times alone."""
+"""Limits of one connection, as functions of bytes, counts and times."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def in_body() -> RequestProgress:
 
 
 def test_headers_determine_how_a_request_is_read() -> None:
-    """Framing, Expect and Upgrade are read whatever their case; other fields are not looked at."""
+    """Framing, Expect and Upgrade are read whatever their case; other fields are ignored."""
     headers = [HOST, (b"transfer-encoding", b"chunked"), (b"expect", b"100-Continue"), (b"x", b"y")]
     assert check_head("1.1", b"/", headers, LIMITS) == Head(is_chunked=True, expects_continue=True)
     assert check_head("1.1", STREAM, [HOST, (b"upgrade", b"WebSocket")], LIMITS).upgrade == WEBSOCKET
@@ -83,7 +83,7 @@ def test_a_url_has_a_limit() -> None:
 
 
 def test_pipelined_requests_have_a_limit() -> None:
-    """With `max_pipelined` requests waiting, one more is refused."""
+    """With `max_pipelined` requests pending, one more is rejected."""
     check_pipelined(2, LIMITS)
     with pytest.raises(HttpProblem, match="3 requests of this connection are pending"):
         check_pipelined(3, LIMITS)
@@ -107,7 +107,7 @@ def test_the_allowance_of_framing_is_renewed_by_content() -> None:
     [(Phase.HEAD, False, 431), (Phase.HEAD, True, 414), (Phase.BODY, False, 431)],
 )
 def test_too_much_framing_names_the_limit(phase: Phase, is_request_line: bool, status: int) -> None:
-    """The status tells a URL from headers and trailers."""
+    """The status distinguishes a URL from headers and trailers."""
     progress = RequestProgress(LIMITS, 0.0)
     progress.enter(phase, 0.0)
     problem = progress.too_much_framing(is_request_line=is_request_line)
@@ -116,7 +116,7 @@ def test_too_much_framing_names_the_limit(phase: Phase, is_request_line: bool, s
 
 
 def test_a_request_begins_with_its_first_byte() -> None:
-    """A client that has sent nothing is told nothing."""
+    """A request begins with its first byte: a connection that has sent nothing has no request in progress."""
     fresh, begun = RequestProgress(LIMITS, 0.0), RequestProgress(LIMITS, 0.0)
     begun.add_framing(1)
     assert [fresh.has_begun, begun.has_begun, in_body().has_begun] == [False, True, True]
@@ -198,7 +198,7 @@ def test_a_reader_must_read_something_in_time() -> None:
 
 @pytest.mark.parametrize(("read", "is_too_slow"), [(1900, True), (2100, False)])
 def test_a_reader_has_a_rate_under_pressure(read: int, is_too_slow: bool) -> None:
-    """With a shorter patience than `send_timeout`, `pressure_min_send_rate` applies over `pressure_send_timeout`."""
+    """Under pressure, a client must read at `pressure_min_send_rate` over each `pressure_send_timeout`."""
     reader = SlowReader(LIMITS)
     assert not reader.is_too_slow(100.0, 50_000, 2.0)
     assert not reader.is_too_slow(101.0, 50_000 - read // 2, 2.0)

@@ -1,4 +1,4 @@
-"""What is loaded by what: a worker carries no web server, a client no server, and nobody torch without need."""
+"""Imports of each process: workers load no web server, the client no server, and none loads torch unless needed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_import_loads_no_more_than_it_needs(program: str, unwanted: tuple[str
 
 
 def test_importing_all_of_the_client_loads_no_torch() -> None:
-    """It is looked for when tensors are wanted, not before."""
+    """The client imports torch only when tensors are requested."""
     program = """
 import importlib, pkgutil
 import teleloader
@@ -50,7 +50,7 @@ for module in pkgutil.walk_packages(teleloader.__path__, "teleloader."):
 
 
 def test_the_check_sees_what_is_loaded() -> None:
-    """It would fail if something were."""
+    """The check detects loaded modules."""
     assert {"fastapi", "uvicorn"} <= loaded("import fastapi, uvicorn")
 
 

@@ -1,4 +1,4 @@
-"""Index lists: their form is checked without work for each index, their range by the worker."""
+"""Index lists: the server checks their form without work per index, and the worker their range."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_body_is_split_wherever_its_pieces_end(size: int) -> None:
     ids=str,
 )
 async def test_lists_of_the_documented_form_are_read(indices: Any, rules: Rules, read: list[Any]) -> None:
-    """Integers packed or plain, or one integer; anything, where the dataset allows it."""
+    """Valid lists are packed or plain integers, or one integer; any values if the dataset allows it."""
     _, found = await split(listed(indices), rules)
     assert index_lists.read(found[0], single=rules.single) == read
 
@@ -101,7 +101,7 @@ async def test_integers_are_all_that_is_taken_by_default(indices: Any) -> None:
 
 @pytest.mark.parametrize("indices", [[1], "1", 1.5, packed(1), True])
 async def test_one_integer_is_all_that_a_single_sample_takes(indices: Any) -> None:
-    """With ``batch_size=None`` a list would reach the dataset as its index."""
+    """With ``batch_size=None`` a list is rejected, since it would be the dataset's index."""
     with pytest.raises(InvalidSpec, match="expected one 64-bit integer"):
         await split(listed(indices), ONE_INTEGER)
 
@@ -128,7 +128,7 @@ async def test_one_integer_is_all_that_a_single_sample_takes(indices: Any) -> No
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_bodies_that_are_not_index_lists_are_refused(rules: Rules, body: bytes, said: str) -> None:
-    """Whatever the dataset allows; nothing is decompressed."""
+    """Such bodies are rejected whatever the dataset allows; nothing is decompressed."""
     with pytest.raises(InvalidSpec, match=said):
         await split(body, rules)
 
@@ -140,7 +140,7 @@ async def test_bodies_that_are_not_index_lists_are_refused(rules: Rules, body: b
     ids=lambda value: str(getattr(value, "shape", value)),
 )  # fmt: skip
 def test_a_worker_takes_no_more_than_2_to_the_20_indices(indices: Any) -> None:
-    """They are counted before any is made: few bytes can stand for very many."""
+    """Indices are counted before they are created, as few bytes can represent very many."""
     with pytest.raises(InvalidSpec, match="and the limit is 1,048,576"):
         index_lists.read(listed(indices), single=False)
 
@@ -162,5 +162,5 @@ def test_the_range_is_that_of_the_dataset() -> None:
     ids=lambda value: f"{value!r:.20}",
 )  # fmt: skip
 def test_messages_name_the_first_integers(indices: Any, first: list[int]) -> None:
-    """In the event loop, without building what else a list may hold."""
+    """Messages contain the first integers, without work for the rest of a list in the event loop."""
     assert index_lists.first_integers(listed(indices), 3) == first

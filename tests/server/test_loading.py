@@ -1,4 +1,4 @@
-"""From a task to a frame: the right samples, and whatever goes wrong as a failure at that batch."""
+"""Computation of a task's frame: the right samples, or a failure in place of the batch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_a_batch_holds_the_samples_of_its_plan() -> None:
 
 
 def test_indices_are_ints_of_python() -> None:
-    """User code that looks at an index's type, or formats it, sees what torch's own loader gives it."""
+    """User code receives Python's int as index, as from torch's own loader."""
     kinds = Bench(Made(lambda index: type(index).__name__)).batch(batch_size=4, shuffle=True)
     assert kinds == ["int"] * 4
 
 
 def test_padding_is_stated() -> None:
-    """A batch that repeats samples says how many."""
+    """A batch that repeats samples states their number."""
     assert Bench(Made(lambda index: index, 5)).frame(1, batch_size=2, rank=1, world_size=2).padding == 1
     assert Bench(Made(lambda index: index, 5)).frame(0, batch_size=2, rank=1, world_size=2).padding == 0
 
@@ -71,7 +71,7 @@ class Whole(Made):
 
 
 def test_a_dataset_that_makes_whole_batches_is_asked_for_them() -> None:
-    """`__getbatch__` gets an int64 array, and what it returns is the batch; its arrays arrive as tensors."""
+    """`__getbatch__` receives an int64 array and returns the batch, whose arrays arrive as tensors."""
     dataset = Whole()
     bench = Bench(dataset)
     batch = bench.batch(1, batch_size=4)
@@ -83,7 +83,7 @@ def test_a_dataset_that_makes_whole_batches_is_asked_for_them() -> None:
 
 
 def test_a_batch_may_do_what_it_likes_with_its_indices() -> None:
-    """It sorts them in place, and the plan still knows what the batch holds."""
+    """A dataset may sort its indices in place without changing other batches."""
     bench = Bench(Whole())
     first = bench.batch(batch_size=4, shuffle=True)
     assert first["names"] == bench.batch(batch_size=4, shuffle=True)["names"]
@@ -109,14 +109,14 @@ def test_whole_batches_are_not_asked_for_where_samples_are_needed(
 
 
 def test_single_samples_are_not_read_in_bulk() -> None:
-    """Without batches there is no bulk."""
+    """Without batches, no bulk method is called."""
     dataset = Bulk()
     assert Bench(dataset).batch(3, batch_size=None) == 3
     assert dataset.calls == []
 
 
 def test_a_dataset_that_is_seeded_for_each_sample_is_read_sample_by_sample() -> None:
-    """Between two samples of a bulk nobody could seed."""
+    """No bulk method is called, because seeding must run between two samples."""
     dataset = Bulk()
     assert Bench(dataset, seeding="sample").batch(batch_size=4).tolist() == [0, 1, 2, 3]
     assert dataset.calls == []
@@ -139,13 +139,13 @@ def test_a_single_sample_is_converted_and_not_collated() -> None:
 
 
 def test_a_users_collate_function_gets_the_samples() -> None:
-    """As a list; what it returns is the batch."""
+    """The collate function receives a list of samples and returns the batch."""
     bench = Bench(Made(lambda index: [0] * index), collate=lambda samples: (type(samples).__name__, len(samples)))
     assert bench.batch(batch_size=4) == ("list", 4)
 
 
 def test_containers_keep_their_types() -> None:
-    """What the collate function returned arrives as it is."""
+    """The result of the collate function arrives with the same types."""
     batch = {"t": (1, 2), "n": Point(1, None), "l": ["a", b"b", 2.5, True, 10**30, 1j], "e": {}, "s": {3, (4, "x")}}
     got = Bench(Made(lambda index: 0), collate=lambda samples: batch).batch()
     assert got == batch
@@ -154,7 +154,7 @@ def test_containers_keep_their_types() -> None:
 
 
 def test_a_report_says_how_it_went() -> None:
-    """How many samples, and where the time went."""
+    """The report has the number of samples and the time per stage."""
     bench = Bench(Made(lambda index: index, 10))
     bench.batch(1, batch_size=8)
     report = bench.report
@@ -196,7 +196,7 @@ def test_a_loader_decides_how_its_frames_are_written(compression: Any, checksum:
 
 
 def test_a_loader_may_choose_among_the_datasets_collate_functions() -> None:
-    """By name, in place of the usual one; for single samples too."""
+    """A loader selects a function by name in place of the default, for single samples too."""
     bench = Bench(Made(lambda index: index), collate=lambda samples: "usual", functions={"m:sum": sum, "m:str": str})
     assert bench.batch(batch_size=3) == "usual"
     assert bench.batch(batch_size=3, collate="m:sum") == 3
@@ -204,7 +204,7 @@ def test_a_loader_may_choose_among_the_datasets_collate_functions() -> None:
 
 
 def test_a_function_that_is_not_there_is_a_failure() -> None:
-    """Nothing is looked up anywhere else."""
+    """A name that the dataset does not list is a failure; no module is searched."""
     bench = Bench(Made(lambda index: index), functions={"m:sum": sum})
     for name in ("builtins:print", "local:0123", "sum"):
         assert bench.failure(collate=name).type == "KeyError"
@@ -214,7 +214,7 @@ def test_a_function_that_is_not_there_is_a_failure() -> None:
 
 
 def test_an_exception_of_the_dataset_is_a_failure_at_its_batch() -> None:
-    """With its type, its message, its traceback, the indices and the worker; the other batches are as they were."""
+    """The failure has type, message, traceback, indices and worker; other batches are not affected."""
     bench = Bench(raising(ValueError("sample 2 is damaged")))
     failure = bench.failure(1, batch_size=2)
     assert (failure.type, failure.message) == ("ValueError", "sample 2 is damaged")
@@ -244,7 +244,7 @@ def test_an_exception_of_the_dataset_is_a_failure_at_its_batch() -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_any_exception_is_told_by_its_type_and_text(error: Exception, type_name: str, message: str) -> None:
-    """Builtin types by their name alone, others with their module."""
+    """Builtin types are given by name, others with their module."""
     failure = Bench(raising(error)).failure(batch_size=3)
     assert failure.type == type_name
     assert failure.message.startswith(message)
@@ -252,7 +252,7 @@ def test_any_exception_is_told_by_its_type_and_text(error: Exception, type_name:
 
 
 def test_a_type_is_named_with_its_module_and_class() -> None:
-    """So that users find it."""
+    """The failure has the type's module and qualified name."""
 
     class Damaged(Exception):
         pass
@@ -281,14 +281,14 @@ def test_the_chain_of_causes_travels() -> None:
 
 
 def test_notes_travel() -> None:
-    """What `add_note` said."""
+    """The traceback contains the notes of `add_note`."""
     error = ValueError("damaged")
     error.add_note("in shard 7")
     assert "in shard 7" in Bench(raising(error)).failure(batch_size=3).traceback
 
 
 class Unprintable(Exception):
-    """Fails where it should describe itself."""
+    """Exception whose text raises an exception."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -303,7 +303,7 @@ class NotText(Exception):
 
 @pytest.mark.parametrize("kind", [Unprintable, NotText])
 def test_an_exception_that_cannot_be_printed_does_not_hide_itself(kind: type[Exception]) -> None:
-    """Its type and the place are told."""
+    """The failure has the exception's type and traceback."""
     failure = Bench(raising(kind())).failure(batch_size=3)
     assert failure.type == f"{__name__}.{kind.__name__}"
     assert failure.message == f"<{failure.type} whose str() fails>"
@@ -329,14 +329,14 @@ def test_many_indices_are_cut() -> None:
 
 
 def test_text_that_is_no_unicode_travels_as_escapes() -> None:
-    """File names may hold what UTF-8 cannot."""
+    """Characters without UTF-8 encoding, for example in file names, are escaped."""
     failure = Bench(raising(ValueError("bad \udcff name"))).failure(batch_size=3)
     assert failure.message == "bad \\udcff name"
     assert "bad \\udcff name" in failure.traceback
 
 
 def test_endless_recursion_is_a_failure() -> None:
-    """It is an exception like others."""
+    """A RecursionError is a failure like other exceptions."""
 
     def make(index: int) -> Any:
         return make(index)
@@ -362,7 +362,7 @@ def test_what_ends_a_process_is_not_held_up() -> None:
     "error", [KeyboardInterrupt(), GeneratorExit(), BaseExceptionGroup("two", [KeyboardInterrupt()])], ids=repr
 )
 def test_what_else_is_no_exception_is_a_failure_all_the_same(error: BaseException) -> None:
-    """Ctrl-C does not reach a worker, so user code has raised it: no reason to try again what would raise it again."""
+    """KeyboardInterrupt and the like come from user code, as Ctrl-C does not reach workers: they are not retried."""
     assert Bench(raising(error)).failure(batch_size=3).type == type(error).__name__
 
 
@@ -392,7 +392,7 @@ def test_samples_that_cannot_be_collated_are_a_failure(make: Any, type_name: str
 
 
 def test_an_exception_of_the_collate_function_is_a_failure() -> None:
-    """Like one of the dataset."""
+    """An exception of the collate function is a failure, like one of the dataset."""
 
     def collate(samples: list[Any]) -> Any:
         raise ValueError(f"cannot pad {samples}")
@@ -413,7 +413,7 @@ def test_an_exception_of_the_collate_function_is_a_failure() -> None:
     ids=["object", "iterator", "function", "strings", "element", "key"],
 )
 def test_what_cannot_travel_is_a_failure_with_its_path(batch: Any, path: str) -> None:
-    """The message says where in the batch it stands, and what to do."""
+    """The message has the path of the unsupported value, and what to do."""
     failure = Bench(Made(lambda index: 0), collate=lambda samples: batch).failure()
     assert failure.type == "teleloader.EncodeError"
     assert failure.message.startswith(path)
@@ -428,7 +428,7 @@ def test_an_element_type_that_cannot_travel_is_a_failure_with_its_path_in_the_de
 
 
 def test_a_batch_that_is_too_large_is_a_failure() -> None:
-    """It says how large it is and what to change; nothing of that size was asked for."""
+    """The message has the size and what to change; no memory of that size is allocated."""
     bench = Bench(Made(lambda index: np.zeros(2**20, np.uint8)), max_batch_bytes=2**20)
     failure = bench.failure(batch_size=4)
     assert failure.type == "teleloader.BatchTooLarge"
@@ -456,7 +456,7 @@ def test_a_place_that_cannot_be_had_is_a_failure() -> None:
 
 
 def test_samples_that_change_while_they_are_written_are_a_failure() -> None:
-    """A batch that fails after its place was taken is replaced by its failure, at another place."""
+    """A batch that fails during writing is replaced by its failure, in another slot."""
 
     class Fickle:
         kind, dtype_name, shape = "ndarray", "int64", (3,)

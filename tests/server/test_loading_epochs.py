@@ -17,7 +17,7 @@ STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
 
 
 class Rows(Made):
-    """A map-style dataset whose samples are its epoch."""
+    """Map-style dataset whose samples are its epoch."""
 
     def __init__(self) -> None:
         super().__init__(lambda index: self.epoch)
@@ -105,14 +105,14 @@ def test_only_a_set_epoch_that_takes_one_number_is_called(method: Any) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
 def test_a_stream_has_the_epoch_of_each_batch(requests: list[tuple[int, int]]) -> None:
-    """Whatever the worker computed before: another epoch, a later batch, or an earlier one."""
+    """The worker sets the right epoch, whatever epoch and batch it computed before."""
     bench = Bench(Stream())
     for epoch, batch in requests:
         assert bench.batch(batch, epoch, **STREAM).tolist() == epoch_of(epoch)[batch]
 
 
 def test_passes_that_take_turns_draw_what_they_drew_before() -> None:
-    """A pass that is iterated again begins in the random state of its first beginning, not of another pass's end."""
+    """An iteration that starts again uses the random state of its first start, not that of another one's end."""
 
     class Noise:
         def __iter__(self) -> Iterator[float]:
@@ -139,7 +139,7 @@ def test_only_some_passes_are_remembered() -> None:
 
 
 def test_a_state_is_loaded_after_the_epoch_is_set() -> None:
-    """A dataset whose set_epoch() goes to the beginning continues from its state nevertheless."""
+    """A dataset whose set_epoch() resets its position still continues from its state."""
 
     class Keeping(Stream):
         position = 0

@@ -1,4 +1,4 @@
-"""Which random numbers a batch draws: a function of its batch ID, or of where the generators stand."""
+"""Random numbers of a batch: a function of its batch ID, or of the generators' states."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_each_rank_has_its_own_randomness() -> None:
 
 
 def test_randomness_for_each_sample_does_not_depend_on_the_batch() -> None:
-    """The same sample draws the same, whatever the batch size, the rank, the order and whether there are batches."""
+    """With seeding per sample, random numbers do not depend on batch size, rank, order and batching."""
     reference = draws("sample", [0, 1, 2], batch_size=4)
     assert draws("sample", [0], batch_size=12) == reference
     assert draws("sample", [0, 1], batch_size=6, shuffle=True) == reference
@@ -66,7 +66,7 @@ def test_randomness_for_each_sample_does_not_depend_on_the_batch() -> None:
 
 
 def test_randomness_for_each_batch_is_that_of_the_batch() -> None:
-    """Seeded once, the samples draw one after another: another batch size is another randomness."""
+    """With seeding per batch, samples draw one after another, so that random numbers depend on the batch size."""
     assert draws("batch", [0], batch_size=4) != draws("batch", [0], batch_size=6)
 
 
@@ -148,7 +148,7 @@ def seed(number: int) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_loading_leaves_the_callers_randomness_untouched(fails: bool) -> None:
-    """What the process draws afterwards is what it would have drawn, also after an error."""
+    """The process's generators are restored after loading, also after an error."""
     need("torch")
     seed(5)
     expected = draw()
@@ -161,7 +161,7 @@ def test_loading_leaves_the_callers_randomness_untouched(fails: bool) -> None:
 
 
 def test_what_is_drawn_inside_goes_on_from_the_last_time() -> None:
-    """A dataset that nobody seeds does not draw the same again and again, whatever the process itself draws."""
+    """Without seeding, a dataset's random numbers continue from the last batch, independent of the process's own."""
     need("torch")
     seed(7)
     expected = [draw() for _ in range(3)]
@@ -176,7 +176,7 @@ def test_what_is_drawn_inside_goes_on_from_the_last_time() -> None:
 
 
 def test_without_seeds_a_batch_draws_as_the_generators_stand() -> None:
-    """As torch does without workers: the trainer itself is loading, and waits for it."""
+    """Without workers, as in torch, the training process's own generators are used."""
     bench = Bench(Made(drawn), collate=list, seeds=False)
     with OwnRandomState():
         for seeding in range(2):

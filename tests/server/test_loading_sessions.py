@@ -20,7 +20,7 @@ from tests.server.bench import Bench, Bulk, Made, drawn, draws, raising
 
 
 class Seen(Made):
-    """A dataset that remembers with what it was indexed."""
+    """Dataset that records its indices."""
 
     def __init__(self) -> None:
         super().__init__(lambda index: 0)
@@ -32,7 +32,7 @@ class Seen(Made):
 
 
 def test_a_batch_holds_what_the_client_lists() -> None:
-    """In its order, as often as it lists it, whatever the plan would say."""
+    """A batch has the listed samples in their order, with repetitions, whatever the seeded order."""
     frame = Bench(Made(lambda index: index * 10)).frame(7, indices=[5, 2, 2], batch_size=1)
     assert frame.content.tolist() == [50, 20, 20]
     assert frame.padding == 0
@@ -61,7 +61,7 @@ def test_without_batches_what_is_listed_is_one_index(index: Any) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, None])
 def test_numbers_that_travel_packed_are_pythons_again(batch_size: int | None) -> None:
-    """As clients send them: the dataset, and `__getitems__`, see a list of ints."""
+    """The dataset, and `__getitems__`, receive packed integers as a list of ints."""
     dataset = Seen()
     Bench(dataset).batch(indices=np.arange(3).view(Tensor), batch_size=batch_size)
     assert dataset.indices == ([0, 1, 2] if batch_size else [[0, 1, 2]])
@@ -69,14 +69,14 @@ def test_numbers_that_travel_packed_are_pythons_again(batch_size: int | None) ->
 
 
 def test_an_array_that_is_an_index_stays_one() -> None:
-    """A sampler may give what NumPy is indexed with."""
+    """An index that is an array reaches the dataset as an array."""
     dataset = Seen()
     Bench(dataset).batch(indices=np.arange(3), batch_size=None)
     assert isinstance(dataset.indices[0], np.ndarray)
 
 
 def test_a_bulk_is_read_as_the_client_lists_it() -> None:
-    """`__getitems__` gets the list; without batches there is no bulk."""
+    """`__getitems__` receives the list; without batches it is not called."""
     dataset = Bulk()
     assert Bench(dataset).batch(indices=[5, 1], batch_size=1).tolist() == [50, 10]
     assert dataset.calls == [[5, 1]]
@@ -102,7 +102,7 @@ def test_a_dataset_without_a_length_can_be_indexed() -> None:
 
 
 def test_seeds_are_those_of_the_batch_and_of_the_sample_whoever_orders_them() -> None:
-    """With seeding="sample" a sample draws the same in any order; an index without a number is seeded by its place."""
+    """With seeding="sample", an integer index determines the seed, otherwise the position in the batch does."""
     reference = draws("sample", [0, 1, 2], batch_size=4)
     found: dict[Any, list[float]] = {}
 
@@ -121,7 +121,7 @@ def test_seeds_are_those_of_the_batch_and_of_the_sample_whoever_orders_them() ->
 
 
 class Stream:
-    """So many samples, made of their number by a function."""
+    """Dataset of samples that a function computes from their number."""
 
     def __init__(self, length: int, make: Callable[[int], Any] = lambda index: index) -> None:
         self._length = length
@@ -135,7 +135,7 @@ STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
 
 
 def test_a_shards_batches_are_every_so_manyth() -> None:
-    """Of three workers, this one makes batch 1, 4, 7, ... of the epoch: its first, second, third."""
+    """Of three workers, worker 1 computes batches 1, 4, 7, ...: the first, second and third ones of its shard."""
     bench = Bench(Stream(5))
     assert [bench.batch(k, num_workers=3, **STREAM).tolist() for k in (1, 4, 7)] == [[0, 1], [2, 3], [4]]
     assert bench.frame(10, num_workers=3, **STREAM).content == End(5, replica=True)
@@ -143,7 +143,7 @@ def test_a_shards_batches_are_every_so_manyth() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_one_shard_makes_every_batch(num_workers: int) -> None:
-    """With a worker, or in one pass without any."""
+    """With one worker, or without any, one shard has all batches."""
     bench = Bench(Stream(3))
     assert [bench.batch(k, num_workers=num_workers, **STREAM).tolist() for k in (0, 1)] == [[0, 1], [2]]
     assert isinstance(bench.batch(2, num_workers=num_workers, **STREAM), End)
@@ -165,14 +165,14 @@ def test_each_epoch_is_a_new_pass() -> None:
 
 
 def test_single_samples_of_a_shard_are_converted() -> None:
-    """As with torch, without a dimension more."""
+    """Single samples are converted as in torch, without an additional dimension."""
     bench = Bench(Stream(2, lambda index: (np.full(2, index), "s")))
     sample = bench.batch(1, session="mine", batch_size=None)
     assert (sample[0].tolist(), sample[1]) == ([1, 1], "s")
 
 
 def test_an_exception_of_a_shard_is_a_failure_at_its_batch() -> None:
-    """It has no indices; an iteration that can goes on after it."""
+    """The failure has no indices; an iterator that supports it continues."""
     bench = Bench(Stream(5, lambda index: 1 // (index - 2)))
     assert bench.batch(0, **STREAM).tolist() == [-1, -1]
     failure = bench.failure(1, **STREAM)
@@ -181,7 +181,7 @@ def test_an_exception_of_a_shard_is_a_failure_at_its_batch() -> None:
 
 
 def test_a_shard_draws_as_its_worker_was_seeded() -> None:
-    """Batches are not seeded one by one, as with torch; a pass that is iterated again draws what it drew before."""
+    """Workers are seeded once, as in torch; an iteration that starts again draws the same random numbers."""
     bench = Bench(Stream(6, lambda index: random.random()))
     random.seed(5)
     first, second, _ = (bench.batch(k, **STREAM).tolist() for k in range(3))
@@ -190,7 +190,7 @@ def test_a_shard_draws_as_its_worker_was_seeded() -> None:
 
 
 def test_a_shard_that_keeps_its_place_says_where_it_is() -> None:
-    """Each batch has the state after it, and a worker of a session that was resumed begins there."""
+    """Each batch has the state after it, from which a worker of a resumed session starts."""
 
     class Keeping(Stream):
         position = 0
@@ -215,7 +215,7 @@ def test_a_shard_that_keeps_its_place_says_where_it_is() -> None:
 
 
 def test_a_random_state_that_no_generator_has_is_an_error() -> None:
-    """It comes from a client, and NumPy would read memory beyond its generator."""
+    """Random states come from clients, and an invalid one could make NumPy read out of bounds."""
     legacy: list[Any] = list(np.random.get_state())
     legacy[2] = 10**6
     place = {"epoch": 0, "next": 0, "samples": 0, "ended": False}
@@ -225,18 +225,18 @@ def test_a_random_state_that_no_generator_has_is_an_error() -> None:
     assert "invalid random state of a shard" in failure.message
 
 
-# --- What a batch should have held --------------------------------------------------------------------------------
+# --- Indices of failed batches ------------------------------------------------------------------------------------
 
 
 def task(batch: int, *, length: int = 12, indices: Any = None, **spec: Any) -> Task:
-    """A batch to be made."""
+    """Return a task for a batch."""
     batch_id = BatchId("key", 0, batch)
     listed = None if indices is None else to_bytes(batch_id, indices)
     return Task(LoaderSpec(dataset="data", **spec), length, batch_id, listed)
 
 
 def test_what_a_batch_should_have_held_is_known_without_making_it() -> None:
-    """For the error of a batch that ended every worker: from the plan, or from what the client listed."""
+    """The indices of a batch that killed its workers come from the seeded order, or from the client's list."""
     assert indices_of(task(1, batch_size=4)) == [4, 5, 6, 7]
     assert indices_of(task(9, indices=[3, (1, 2), 1], order="client", session="mine")) == [3, 1]
     assert indices_of(task(9, indices=8, order="client", session="mine", batch_size=None)) == [8]

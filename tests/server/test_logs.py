@@ -12,7 +12,7 @@ from teleloader_server.logs import FIELDS, JsonFormatter, TextFormatter
 
 
 def line_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What is written of it."""
+    """Return the JSON line of a record."""
     text = JsonFormatter().format(record)
     assert "\n" not in text
     found: dict[str, Any] = json.loads(text)
@@ -20,7 +20,7 @@ def line_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def record(message: str, *arguments: object, **fields: object) -> logging.LogRecord:
-    """As a logger makes it."""
+    """Return a log record."""
     made = logging.LogRecord("teleloader_server.workers.pool", logging.WARNING, __file__, 1, message, arguments, None)
     made.__dict__.update(fields)
     made.created = 1_700_000_000.25
@@ -28,7 +28,7 @@ def record(message: str, *arguments: object, **fields: object) -> logging.LogRec
 
 
 def test_a_line_says_when_how_bad_who_and_what() -> None:
-    """And nothing else, where nothing else is known."""
+    """A line has time, level, logger and message, and no empty fields."""
     assert line_of(record("worker %d\nis gone", 3)) == {
         "time": "2023-11-14T22:13:20.250+00:00", "level": "warning", "logger": "teleloader_server.workers.pool",
         "message": "worker 3\nis gone",
@@ -36,7 +36,7 @@ def test_a_line_says_when_how_bad_who_and_what() -> None:
 
 
 def test_a_line_says_what_it_is_about() -> None:
-    """What is given as extra under a known name; other attributes stay out, whatever they hold."""
+    """A line has the extra attributes with known names, and no other attributes."""
     known = dict.fromkeys(FIELDS, 7)
     line = line_of(record("gone", **known, headers={"Authorization": "secret"}))
     assert known.items() <= line.items()
@@ -62,7 +62,7 @@ def test_a_line_for_people_ends_with_what_one_may_search_for() -> None:
 
 
 def test_a_line_names_the_request_that_it_is_written_for() -> None:
-    """Whoever logs need not know of it."""
+    """A line has the current request's ID without an argument of the logging call."""
     with request_ids.on_behalf_of("3f9a-1"):
         assert TextFormatter().format(record("gone", batch=7)).endswith(" gone [request=3f9a-1 batch=7]")
         assert line_of(record("gone"))["request"] == "3f9a-1"

@@ -1,4 +1,4 @@
-"""What is counted of batches, and what is kept of the slow and the failed ones."""
+"""Statistics of batches, and records of slow and failed ones."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ NOTHING = np.empty(0, np.uint8)
 
 
 def task(k: int, *, indices: bytes | None = None, spec: LoaderSpec = SPEC) -> Task:
-    """A batch to be made, of a dataset of 10,000."""
+    """Return a task for a batch of a dataset of 10,000 samples."""
     return Task(spec, 10_000, BatchId(spec.key, 0, k), indices)
 
 
 def report(fetch: float = 0.01, *, failed: bool = False) -> Report:
-    """How it went."""
+    """Return the report of a batch."""
     return Report(50, failed=failed, stages=[fetch, 0.002, 0.001])
 
 
@@ -53,7 +53,7 @@ def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", 
 
 
 def test_batches_are_counted_where_they_belong() -> None:
-    """With their worker, loader, dataset and stages, also while their times are not in the histograms yet."""
+    """Batches are counted per worker, loader, dataset and stage, also before they are in the histograms."""
     metrics = Counters()
     pool = metrics.pool()
     for k in range(BLOCK + 5):
@@ -69,7 +69,7 @@ def test_batches_are_counted_where_they_belong() -> None:
 
 
 def test_the_slowest_batches_are_kept() -> None:
-    """Five by fetch time, the slowest first, with what they hold."""
+    """The five batches with the longest fetch times are recorded with their indices, slowest first."""
     metrics = Counters()
     pool = metrics.pool()
     for k in range(100):
@@ -82,7 +82,7 @@ def test_the_slowest_batches_are_kept() -> None:
 
 
 def test_a_clients_list_is_kept_with_a_slow_batch_unless_it_is_long() -> None:
-    """What is not known of it is not guessed."""
+    """A long list of a client is omitted from the record."""
     spec = LoaderSpec(dataset="data", batch_size=4, order="client", session="mine")
     metrics = Counters()
     pool = metrics.pool()
@@ -94,7 +94,7 @@ def test_a_clients_list_is_kept_with_a_slow_batch_unless_it_is_long() -> None:
 
 
 def test_failures_are_counted_by_type() -> None:
-    """The latest type first, with what the last one said."""
+    """The latest type comes first, with its last message."""
     metrics = Counters()
     pool = metrics.pool()
     fail(pool, "ValueError", "first")
@@ -110,7 +110,7 @@ def test_failures_are_counted_by_type() -> None:
 
 
 def test_a_dataset_that_makes_types_fills_no_memory() -> None:
-    """Beyond the first ones they count together, and no count ever falls."""
+    """Further types are counted together, and no counter ever decreases."""
     metrics = Counters()
     pool = metrics.pool()
     counts: dict[str, int] = {}
@@ -125,7 +125,7 @@ def test_a_dataset_that_makes_types_fills_no_memory() -> None:
 
 
 def test_of_each_type_the_first_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """With what it is about; the others are counted."""
+    """The log line has the batch's fields; further failures are only counted."""
     pool = Counters().pool()
     for _ in range(10):
         fail(pool, "ValueError", "two\nlines")
@@ -138,7 +138,7 @@ def test_of_each_type_the_first_failure_is_logged(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_batch_that_is_given_up_is_a_failure() -> None:
-    """The server itself put it in the batch's place."""
+    """A batch that the server itself fails is counted as a failure."""
     metrics = Counters()
     pool = metrics.pool()
     pool.batch_failed("data", Failure("teleloader.WorkerDied", "worker 0 died", "", [1], 0))
@@ -150,7 +150,7 @@ def test_a_batch_that_is_given_up_is_a_failure() -> None:
 
 
 def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
-    """A batch that is finished later still counts with its dataset."""
+    """A batch that is completed after its loader was removed still counts for its dataset."""
     metrics = Counters()
     pool = metrics.pool()
     pool.computed(0, task(0), NOTHING, report())
@@ -164,7 +164,7 @@ def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
 
 
 def report_at(elapsed: float, waited: float) -> ConsumerReport:
-    """What a client says."""
+    """Return a client's report."""
     return ConsumerReport(elapsed, waited, 1, 0, 0)
 
 
@@ -182,7 +182,7 @@ def _mark(metrics: Counters, now: float) -> None:
 
 
 def test_short_passes_of_a_loop_are_one_loop() -> None:
-    """Each takes a tenth of a second, with a second of validation after it, which is no part of the loop's time."""
+    """Iterations of 0.1 s with 1 s of validation between them are one loop, whose time excludes the validation."""
     metrics = Counters()
     pool = metrics.pool()
     now = 0.0
@@ -203,7 +203,7 @@ def test_short_passes_of_a_loop_are_one_loop() -> None:
 
 
 def test_loops_are_told_apart() -> None:
-    """By principal, process, rank, loader and dataset; who does not number its passes has one loop for all."""
+    """A loop has one principal, process, rank, loader and dataset; without iteration numbers all are one loop."""
     pool = Counters().pool()
 
     def loop(name: str, epoch: int = 0, dataset: str = "data") -> LoopCounters:
@@ -222,7 +222,7 @@ def test_loops_are_told_apart() -> None:
 
 
 def test_a_loop_is_remembered_between_two_passes_and_not_for_ever() -> None:
-    """A session's pool and its passes go with the epoch; the next one's belongs to the same loop, for a while."""
+    """The next epoch's session belongs to the same loop if it starts within a limited time."""
     metrics = Counters()
 
     def loop(epoch: int) -> LoopCounters:
@@ -238,7 +238,7 @@ def test_a_loop_is_remembered_between_two_passes_and_not_for_ever() -> None:
 
 
 def test_a_loop_whose_pass_is_known_is_kept_however_long_it_is_silent() -> None:
-    """It may train for long before it asks again."""
+    """A loop with an open iteration is kept however long its steps take."""
     metrics = Counters()
     pool = metrics.pool()
     tally = pool.consumer(consumer("host:1/rank0/loader0#0"), "data")
@@ -248,7 +248,7 @@ def test_a_loop_whose_pass_is_known_is_kept_however_long_it_is_silent() -> None:
 
 
 def test_a_report_that_another_has_overtaken_says_nothing_new() -> None:
-    """Asks are on several connections, and arrive in any order."""
+    """Reports may arrive out of order, because requests use several connections."""
     loop = LoopCounters(0.0)
     assert all(loop.add_report(report_at(second, 0.5 * second), second) for second in range(4))
     assert not loop.add_report(report_at(2.9, 1.45), 3.0)
@@ -269,7 +269,7 @@ def test_a_client_that_counts_anew_begins_anew() -> None:
 
 
 def test_a_loop_is_not_judged_by_its_start() -> None:
-    """For its first batch workers are forked and files opened; what comes after that is what it will be like."""
+    """The wait for the first batch, for which workers fork and open files, does not count."""
     loop = LoopCounters(0.0)
     loop.add_report(ConsumerReport(0.0, 0.0, 0, 0, 0), 0.0)
     loop.add_report(ConsumerReport(5.0, 5.0, 0, 0, 0), 5.0)
@@ -279,7 +279,7 @@ def test_a_loop_is_not_judged_by_its_start() -> None:
 
 
 def test_what_a_client_said_long_ago_is_not_recent() -> None:
-    """It was trained by fast batches, and waits for one that takes for ever: it asks no more, so it says no more."""
+    """Old reports of a client that now waits for one slow batch are not recent."""
     loop = LoopCounters(0.0)
     for second in range(5):
         loop.add_report(report_at(second, 0.0), second)
@@ -294,7 +294,7 @@ def test_what_a_client_said_long_ago_is_not_recent() -> None:
 
 
 def test_of_a_client_that_says_nothing_the_server_knows_its_own_part() -> None:
-    """What was sent, and the shares of waiting and sending, since the beginning when that is not long ago."""
+    """Without reports, the server's rates of waiting and sending are known, since the start if that is recent."""
     loop = LoopCounters(100.0)
     loop.waiting.begin(101.0)
     loop.waiting.end(103.0)

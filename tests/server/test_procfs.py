@@ -1,4 +1,4 @@
-"""What is asked of the kernel."""
+"""Information from the kernel."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def be_traced() -> None:
 
 
 def await_state(pid: int, state: str) -> None:
-    """Wait until psutil says so."""
+    """Wait until psutil reports this state."""
     while psutil.Process(pid).status() != state:
         time.sleep(0.005)
 
 
 def test_a_stopped_process_is_told_from_others() -> None:
-    """SIGSTOP, until SIGCONT; one that has ended is not stopped."""
+    """A process is stopped from SIGSTOP to SIGCONT; one that has exited is not stopped."""
     with child(stop) as pid:
         await_state(pid, psutil.STATUS_STOPPED)
         assert is_stopped(pid)
@@ -60,14 +60,14 @@ def test_a_stopped_process_is_told_from_others() -> None:
 
 
 def test_what_a_debugger_holds_is_not_stopped() -> None:
-    """It must not be killed under the user's hands."""
+    """A process that a debugger stopped does not count as stopped, because it must not be killed."""
     with child(be_traced) as pid:
         await_state(pid, psutil.STATUS_TRACING_STOP)
         assert not is_stopped(pid)
 
 
 def test_resident_memory_is_that_of_psutil() -> None:
-    """And none of a process that is gone."""
+    """The resident memory equals psutil's, and is 0 for a process that has exited."""
     with child(lambda: None) as pid:
         await_state(pid, psutil.STATUS_SLEEPING)
         assert resident_bytes(pid) == psutil.Process(pid).memory_info().rss > 2**20
@@ -76,6 +76,6 @@ def test_resident_memory_is_that_of_psutil() -> None:
 
 
 def test_the_kernels_count_is_a_number() -> None:
-    """It never falls."""
+    """The kernel's count of OOM kills is never negative and never decreases."""
     before = oom_kills()
     assert 0 <= before <= oom_kills()

@@ -96,7 +96,7 @@ def test_a_single_principal_may_use_all_workers() -> None:
     workers=st.integers(1, 3),
 )
 def test_principals_with_high_demand_get_equal_worker_time(clients: list[tuple[int, float, int]], workers: int) -> None:
-    """Whatever their number of consumers, batch duration and prefetch window."""
+    """The worker time does not depend on the number of consumers, batch duration and prefetch window."""
     service = Service(workers=workers)
     seconds = {f"loader {number}": took for number, (_, took, _) in enumerate(clients)}
     for loader, took in seconds.items():
@@ -174,7 +174,7 @@ def stolen(service: Service) -> int | None:
 
 @pytest.mark.parametrize("same", [False, True])
 def test_a_worker_with_a_slow_batch_is_preempted_for_a_waiting_client(same: bool) -> None:
-    """From then on, one worker is left to others: other principals, or other consumers of the same principal."""
+    """Afterwards one worker is reserved for other principals, or other consumers of the same principal."""
     service = Service(workers=3)
     service.warm_up(TRAIN, OTHER)
     service.request("hangs", TRAIN, 0, 100, of="hangs")
@@ -396,7 +396,7 @@ def test_quotas_without_resources_in_use_are_removed() -> None:
     assert list(quotas._quotas.values()) == [busy]
 
 
-# --- What clients have sent ---------------------------------------------------------------------------------------
+# --- Requests of clients ------------------------------------------------------------------------------------------
 
 
 def test_response_memory_is_left_for_other_principals() -> None:

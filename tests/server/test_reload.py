@@ -1,4 +1,4 @@
-"""Which folders are watched for changes."""
+"""Folders that are watched for changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_of_a_package_all_folders_with_code_are_watched(code: Path) -> None:
-    """Those with data only are not, and nothing is imported to find out."""
+    """Folders with data only are not watched, and no module is imported."""
     for folder in ("pack_one", "pack_one/inner", "pack_one/images"):
         (code / folder).mkdir()
     for file in ("pack_one/__init__.py", "pack_one/inner/transforms.py"):
@@ -29,7 +29,7 @@ def test_of_a_package_all_folders_with_code_are_watched(code: Path) -> None:
 
 
 def test_of_a_single_module_its_own_folder_is_watched(code: Path) -> None:
-    """Its neighbours may be what it imports."""
+    """Its folder is watched, because the module may import neighboring ones."""
     (code / "alone.py").write_text("raise RuntimeError('imported')")
     (code / "data").mkdir()
     assert folders_of([DatasetConfig(name="a", factory="alone:make")]) == {code}
@@ -52,5 +52,5 @@ def test_the_code_of_functions_is_watched_too(code: Path) -> None:
 
 
 def test_what_cannot_be_imported_is_not_watched() -> None:
-    """The server says so itself."""
+    """A module that cannot be imported is ignored: the server itself reports it."""
     assert folders_of([DatasetConfig(name="a", factory="no_such_module:make")]) == set()

@@ -1,4 +1,4 @@
-"""Iterating an iterable-style dataset again: the same batches, or an error, and never other samples in silence."""
+"""Repeated iteration of an iterable-style dataset: the same batches or an error, and never other samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Drawn:
 
 
 class Kept:
-    """Twenty numbers in an order of its own, which is part of its state."""
+    """Dataset of twenty numbers in a random order, which is part of its state."""
 
     _instances = itertools.count()
 
@@ -66,7 +66,7 @@ class Kept:
 
 
 class Unkeepable(Kept):
-    """Its state holds what cannot be saved."""
+    """Dataset whose state contains values that cannot be saved."""
 
     def state_dict(self) -> dict[str, Any]:
         """A function."""
@@ -87,7 +87,7 @@ Make = Callable[[], Any]
 
 
 def replaced(old: Bench, make: Make) -> Bench:
-    """A worker in the place of another one, with another replica."""
+    """Return a worker that replaces another one, with a new replica of the dataset."""
     new = Bench(make())
     reached = old.loading.passes.reached
     began = old.began[-1] if old.began else None
@@ -104,7 +104,7 @@ def taken(bench: Bench, numbers: range, **spec: Any) -> list[int]:
 @pytest.mark.parametrize("make", [Ordered, Drawn, Kept])
 @pytest.mark.parametrize("done", [1, 4, 9])
 def test_a_replacement_continues_where_the_worker_was(make: Make, done: int, checksum: bool) -> None:
-    """From its last state, or by iterating in the random state in which the pass began: nothing lost or repeated."""
+    """A replacement uses the last state, or iterates with the first random state: no sample is lost or repeated."""
     first = Bench(make())
     before = taken(first, range(done), checksum=checksum)
     again = replaced(first, make)
@@ -115,7 +115,7 @@ def test_a_replacement_continues_where_the_worker_was(make: Make, done: int, che
 @pytest.mark.parametrize("make", [Unordered, Unkeepable])
 @pytest.mark.parametrize("done", [1, 4, 9])
 def test_a_replacement_that_gives_other_samples_is_an_error(make: Make, done: int) -> None:
-    """The loop is told before it is given a wrong sample, and what to do; the shard ends there."""
+    """The loop gets an error that states what to do, and no wrong sample; the shard ends there."""
     first = Bench(make())
     taken(first, range(done))
     again = replaced(first, make)
@@ -128,7 +128,7 @@ def test_a_replacement_that_gives_other_samples_is_an_error(make: Make, done: in
 
 @pytest.mark.parametrize("done", [5, 9, 10])
 def test_a_replacement_that_gives_fewer_samples_is_an_error(done: int) -> None:
-    """What the lost worker took from a queue is lost, so the epoch must not seem to end as it should."""
+    """Samples that the previous worker took from a queue are lost, so that the epoch must not end normally."""
     Consumed.left = list(range(20))
     first = Bench(Consumed())
     taken(first, range(done))
@@ -140,7 +140,7 @@ def test_a_replacement_that_gives_fewer_samples_is_an_error(done: int) -> None:
 
 
 class Interrupted:
-    """Its first iteration raises an exception after three samples; whatever it took from the dataset is gone."""
+    """Dataset whose first iteration raises after three samples, which are consumed."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -174,7 +174,7 @@ def test_samples_of_a_worker_that_delivered_nothing_are_an_error() -> None:
 
 
 def test_a_replacement_ends_an_empty_shard_of_which_the_end_was_delivered() -> None:
-    """All workers are asked for batches until the last shard has ended."""
+    """An ended shard ends again, since all workers get requests until the last shard has ended."""
     first = Bench(Nothing())
     assert isinstance(first.batch(0, **STREAM), End)
     again = replaced(first, Nothing)
@@ -189,14 +189,14 @@ class Nothing:
 
 
 def test_a_stateful_dataset_starts_again_if_nothing_was_delivered() -> None:
-    """Its contract is that it can be restored to any state, and so to its first one."""
+    """Without delivered batches, the dataset's first state is restored."""
     again = replaced(interrupted(Kept), Kept)
     assert sorted(taken(again, range(5), batch_size=4)) == list(range(20))
 
 
 @pytest.mark.parametrize(("make", "fails"), [(Ordered, True), (Kept, False)])
 def test_a_new_session_knows_which_batches_were_requested(make: Make, fails: bool) -> None:
-    """A server that was restarted may have fetched their samples before."""
+    """A restarted server may have fetched samples of requested batches before."""
     spec = {**STREAM, "delivered": delivered.pack(0, [Delivered(0, 0, 0, None)])}
     if fails:
         assert "no delivered batch or state shows" in Bench(make()).failure(0, **spec).message
@@ -206,7 +206,7 @@ def test_a_new_session_knows_which_batches_were_requested(make: Make, fails: boo
 
 @pytest.mark.parametrize("done", [2, 5])
 def test_an_iterator_continues_in_the_next_epoch_where_a_worker_left_it(done: int) -> None:
-    """With persistent workers, and whether the epoch was left or has ended."""
+    """With persistent workers, this holds whether the epoch was abandoned or complete."""
     first = Bench(KeptCursor())
     for k in range(done + (done == 5)):
         first.frame(k, **STREAM)
@@ -217,7 +217,7 @@ def test_an_iterator_continues_in_the_next_epoch_where_a_worker_left_it(done: in
 
 
 def test_an_iterator_without_a_state_is_an_error_in_the_next_epoch() -> None:
-    """A replacement would yield what was delivered before."""
+    """A replacement would repeat the delivered samples."""
     first = Bench(Cursor())
     taken(first, range(2))
     again = replaced(first, Cursor)
@@ -231,7 +231,7 @@ def test_a_new_session_starts_an_iterator_from_its_state_in_the_previous_epoch()
     taken(first, range(2))
     assert first.loading.passes.reached is not None
     state = first.loading.passes.reached.shard.state
-    for epoch in (0, 1):  # the record of the previous epoch, or of this one after its first request
+    for epoch in (0, 1):  # record of the previous epoch, or of this one after its first request
         again = Bench(KeptCursor())
         spec = {**STREAM, "delivered": delivered.pack(epoch, [Delivered(0, 0, 0, state)])}
         assert again.batch(0, 1, **spec).tolist() == [5, 6]
@@ -264,7 +264,7 @@ def test_a_session_that_is_registered_again_continues(make: Make) -> None:
 
 @pytest.mark.parametrize("make", [Unordered, Consumed])
 def test_a_session_that_cannot_be_repeated_is_an_error(make: Make) -> None:
-    """A server that was restarted cannot know what the client was given, so the client states it."""
+    """A restarted server that cannot reproduce the batches that the client states as delivered raises an error."""
     Consumed.left = list(range(20))
     first = Bench(make())
     taken(first, range(4))
@@ -274,7 +274,7 @@ def test_a_session_that_cannot_be_repeated_is_an_error(make: Make) -> None:
 
 
 def test_what_was_delivered_of_one_epoch_is_nothing_to_others() -> None:
-    """Persistent workers serve several epochs under one spec."""
+    """The record applies to one epoch, while persistent workers serve several under one spec."""
     first = Bench(Unordered())
     taken(first, range(4))
     again, spec = in_new_session(first, Unordered, epoch=7)
@@ -282,7 +282,7 @@ def test_what_was_delivered_of_one_epoch_is_nothing_to_others() -> None:
 
 
 def test_a_damaged_record_of_deliveries_is_an_error() -> None:
-    """It decides what is verified, so it is not left out in silence."""
+    """A damaged record raises an error, because ignoring it would skip the verification."""
     failure = Bench(Ordered()).failure(1, **STREAM, delivered='[0,["x",1,2,null]]')
     assert failure.type == "teleloader.StateMismatch"
     assert "invalid record of delivered batches" in failure.message
@@ -299,7 +299,7 @@ def test_a_record_of_deliveries_may_name_a_state_that_could_not_be_kept() -> Non
 
 
 def test_a_replacement_can_be_replaced() -> None:
-    """Each continues from its predecessor, also one that delivered nothing."""
+    """Each replacement continues from its predecessor, even if that delivered nothing."""
     bench, found = Bench(Kept()), []
     for k in range(10):
         found += taken(bench, range(k, k + 1))
@@ -308,7 +308,7 @@ def test_a_replacement_can_be_replaced() -> None:
 
 
 def test_going_back_is_checked_like_a_replacement() -> None:
-    """A batch may be lost on its way, and is computed again by the worker that has gone on."""
+    """A batch that was lost in transit is recomputed by a worker that has continued, and verified."""
     bench = Bench(Ordered())
     whole = taken(bench, range(8))
     assert taken(bench, range(5, 10)) == [*whole[10:], 16, 17, 18, 19]
@@ -319,7 +319,7 @@ def test_going_back_is_checked_like_a_replacement() -> None:
 
 
 def test_a_resumed_pass_is_checked_from_its_first_batch_on() -> None:
-    """Of what lies before, no batch was delivered, and nothing can be compared."""
+    """Batches before the resume are not compared, because none was delivered."""
     first = Bench(Ordered())
     assert taken(first, range(4, 6)) == [8, 9, 10, 11]
     assert taken(replaced(first, Ordered), range(6, 8)) == [12, 13, 14, 15]
@@ -329,7 +329,7 @@ def test_a_resumed_pass_is_checked_from_its_first_batch_on() -> None:
 
 
 def test_a_state_of_the_session_is_older_than_that_of_the_worker() -> None:
-    """The session was resumed from a state; a replacement continues from what was delivered since."""
+    """A replacement in a resumed session continues from the delivered batches, not from the session's state."""
     saved = Bench(dataset := Kept())
     before = taken(saved, range(2))
     state = saved.frame(2, **STREAM).shard_state
@@ -341,7 +341,7 @@ def test_a_state_of_the_session_is_older_than_that_of_the_worker() -> None:
 
 
 def test_failed_batches_are_not_compared() -> None:
-    """The loop was told of them in their place; their text may differ each time."""
+    """Failures are not compared, because their text may differ each time."""
 
     class Failing:
         def __iter__(self) -> Iterator[Any]:
@@ -355,7 +355,7 @@ def test_failed_batches_are_not_compared() -> None:
 
 
 def test_collate_functions_draw_again_too() -> None:
-    """A batch on the way is collated like one that is delivered, or later random numbers would differ."""
+    """Skipped batches are collated as well, so that later random numbers are the same."""
 
     def noisy(samples: list[int]) -> Any:
         return np.array(samples) + np.random.random()
@@ -374,7 +374,7 @@ def test_collate_functions_draw_again_too() -> None:
 
 
 def test_another_epoch_begins_at_its_beginning() -> None:
-    """What was reached in one epoch is nothing to the next."""
+    """A replacement starts the next epoch from its beginning, whatever the previous epoch's position."""
     first = Bench(Ordered())
     taken(first, range(4))
     again = replaced(first, Ordered)

@@ -1,4 +1,4 @@
-"""The id of a request: whose it is, and what it is written to."""
+"""Request IDs: their source, and the outputs that contain them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from teleloader_server.request_ids import HEADER, Identified
 
 
 async def answer(headers: Iterable[tuple[bytes, bytes]]) -> tuple[str | None, list[tuple[bytes, bytes]]]:
-    """The id that an application sees of a request, and the headers of its answer."""
+    """Return the request ID that an application sees, and the headers of the response."""
     sent: list[Message] = []
     seen: list[str | None] = []
 
@@ -37,7 +37,7 @@ async def answer(headers: Iterable[tuple[bytes, bytes]]) -> tuple[str | None, li
 
 @pytest.mark.parametrize("given_id", ["7", "3f9a1c2e-1a2b", "Root=1-67891233-abc", "a" * 128, "job/7:step@9+x._"])
 async def test_a_clients_id_is_taken(given_id: str) -> None:
-    """It is what the application logs, and what the answer says."""
+    """The application logs the client's ID, and the response has it."""
     seen, headers = await answer([(b"host", b"a"), (HEADER, given_id.encode())])
     assert seen == given_id
     assert headers == [(b"etag", b"a"), (HEADER, given_id.encode())]
@@ -47,7 +47,7 @@ async def test_a_clients_id_is_taken(given_id: str) -> None:
     "bad", [b"", b"a" * 129, b"a b", b"a\nb", b"a\x1b[2J", b"\xc3\xa4", b"a;b", b'"', b"[x]", b"a\n"]
 )
 async def test_an_id_that_could_do_harm_is_not_taken(bad: bytes) -> None:
-    """To a log or a terminal; the request is answered all the same, under another one."""
+    """An ID with unsafe characters is replaced by a new one, and the request is processed."""
     seen, headers = await answer([(HEADER, bad)])
     assert seen is not None
     assert headers[-1] == (HEADER, seen.encode())
@@ -56,7 +56,7 @@ async def test_an_id_that_could_do_harm_is_not_taken(bad: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_whatever_comes_as_an_id_the_one_in_use_is_harmless(raw: bytes) -> None:
-    """One word of printable ASCII, not too long."""
+    """The ID in use is one word of printable ASCII of limited length."""
     seen, _ = asyncio.run(answer([(HEADER, raw)]))
     assert seen is not None
     assert seen.isascii()
@@ -66,14 +66,14 @@ def test_whatever_comes_as_an_id_the_one_in_use_is_harmless(raw: bytes) -> None:
 
 
 async def test_ids_that_are_made_differ() -> None:
-    """Requests that are answered at the same time each have their own."""
+    """Concurrent requests have different IDs."""
     found = await asyncio.gather(*(answer([]) for _ in range(50)))
     assert len({seen for seen, _ in found}) == 50
     assert request_ids.current() is None, "outside of them there is none"
 
 
 def test_what_is_done_on_behalf_of_a_request_has_its_id() -> None:
-    """And what is done after it has not."""
+    """Code on behalf of a request has its ID, and subsequent code has none."""
     with request_ids.on_behalf_of("a"):
         assert request_ids.current() == "a"
         with request_ids.on_behalf_of(None):

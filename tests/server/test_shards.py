@@ -18,11 +18,11 @@ from teleloader_shared.spec import MAX_STATES
 from tests.conftest import need
 
 Outcome = list[Any] | str | None
-"""What `fetch` said: samples, an exception's text, or that there are no more."""
+"""Result of `fetch`: samples, an exception's text, or None at the end."""
 
 
 class Counting:
-    """The whole numbers below a limit; says how often it was begun, and how many it gave."""
+    """Dataset of the integers below a limit, which counts its iterations and samples."""
 
     def __init__(self, limit: int, fails_at: set[int] | None = None) -> None:
         self.limit = limit
@@ -36,7 +36,7 @@ class Counting:
 
 
 class _Numbers:
-    """An iterator that goes on after an exception; a generator would end with it."""
+    """Iterator that continues after an exception, unlike a generator."""
 
     def __init__(self, owner: Counting, fails_at: set[int]) -> None:
         self._owner = owner
@@ -57,7 +57,7 @@ class _Numbers:
 
 
 def never() -> None:
-    """Nothing begins again."""
+    """Fail: the iteration must not start again."""
     pytest.fail("the dataset was begun again")
 
 
@@ -83,7 +83,7 @@ def shard(
 
 
 def outcome(of: Shard, number: int) -> Outcome:
-    """What `fetch` gives or raises."""
+    """Return the result of `fetch`, or the text of its exception."""
     try:
         return of.fetch(number)
     except ValueError as error:
@@ -102,7 +102,7 @@ def everything(of: Shard) -> list[Outcome]:
 
 
 def test_batches_are_those_of_torchs_fetcher() -> None:
-    """So many samples each, the last one what is left."""
+    """Each batch has `batch_size` samples, and the last one the remaining ones."""
     assert everything(shard(Counting(5))) == [[0, 1], [2, 3], [4]]
     assert everything(shard(Counting(4))) == [[0, 1], [2, 3]]
     assert everything(shard(Counting(0))) == []
@@ -116,12 +116,12 @@ def test_an_incomplete_batch_may_be_left_out() -> None:
 
 
 def test_without_batches_samples_come_one_by_one() -> None:
-    """A list of one, which is not collated."""
+    """Without batches, `fetch` returns lists with one sample, which are not collated."""
     assert everything(shard(Counting(3), None)) == [[0], [1], [2]]
 
 
 def test_samples_are_taken_as_they_are_needed() -> None:
-    """A stream may be endless, and what was not asked for is not read."""
+    """Only samples of requested batches are read, as a stream may be infinite."""
     dataset = Counting(10**12)
     stream = shard(dataset, 3)
     assert dataset.begun == 0
@@ -130,7 +130,7 @@ def test_samples_are_taken_as_they_are_needed() -> None:
 
 
 def test_what_has_ended_stays_ended() -> None:
-    """The dataset is not asked again."""
+    """After the end, the dataset is not read again."""
     dataset = Counting(2)
     ended = shard(dataset)
     assert [ended.fetch(k) for k in (0, 1, 2, 7)] == [[0, 1], None, None, None]
@@ -138,7 +138,7 @@ def test_what_has_ended_stays_ended() -> None:
 
 
 def test_any_iterable_can_be_a_shard() -> None:
-    """Lists, generators, and iterators, which can be gone through once."""
+    """Lists, generators and one-time iterators are valid shards."""
     assert everything(shard([1, 2, 3])) == [[1, 2], [3]]
     assert everything(shard(i * i for i in range(3))) == [[0, 1], [4]]
     assert everything(shard(iter("abc"))) == [["a", "b"], ["c"]]
@@ -148,7 +148,7 @@ def test_any_iterable_can_be_a_shard() -> None:
 
 
 def test_a_batch_further_on_is_found_by_iterating() -> None:
-    """Those between are lost on nobody: their samples count."""
+    """Skipped batches are read, and their samples count."""
     dataset = Counting(10)
     seeking = shard(dataset)
     assert seeking.fetch(3) == [6, 7]
@@ -157,7 +157,7 @@ def test_a_batch_further_on_is_found_by_iterating() -> None:
 
 
 def test_a_batch_behind_is_found_from_the_beginning() -> None:
-    """The dataset is begun again, after the worker was told so: it seeds itself as at its birth."""
+    """An earlier batch starts a new iteration after the worker was reseeded."""
     dataset = Counting(10)
     told: list[int] = []
     seeking = shard(dataset, restart=lambda: told.append(dataset.begun))
@@ -169,7 +169,7 @@ def test_a_batch_behind_is_found_from_the_beginning() -> None:
 
 
 def test_what_has_ended_can_be_begun_again() -> None:
-    """An epoch's batch is wanted again after all."""
+    """A batch may be requested again after the end of the epoch."""
     told: list[str] = []
     seeking = shard(Counting(3), restart=lambda: told.append("again"))
     assert seeking.fetch(9) is None
@@ -186,7 +186,7 @@ def test_what_has_ended_can_be_begun_again() -> None:
 def test_a_batch_is_the_same_whatever_was_asked_before(
     limit: int, batch_size: int | None, drop_last: bool, fails_at: set[int], numbers: list[int]
 ) -> None:
-    """A worker that takes the place of a dead one finds the very batch, or exception, that it had come to."""
+    """A replacement of a worker computes the same batch, or raises the same exception."""
     dataset = Counting(limit, fails_at)
     in_order = everything(shard(dataset, batch_size, drop_last=drop_last))
     seeking = shard(dataset, batch_size, drop_last=drop_last, restart=lambda: None)
@@ -198,12 +198,12 @@ def test_a_batch_is_the_same_whatever_was_asked_before(
 
 
 def test_an_exception_takes_the_place_of_its_batch() -> None:
-    """What was taken for that batch is lost with it, as with torch; an iterator that can goes on."""
+    """The samples of a failed batch are lost, as in torch; an iterator that supports it continues."""
     assert everything(shard(Counting(7, {3}))) == [[0, 1], "sample 3", [4, 5], [6]]
 
 
 def test_a_generator_ends_with_its_exception() -> None:
-    """Python's generators cannot go on."""
+    """After an exception in a generator, the shard ends."""
 
     def stream() -> Iterator[int]:
         yield from range(3)
@@ -215,12 +215,12 @@ def test_a_generator_ends_with_its_exception() -> None:
 
 
 def test_an_exception_among_what_is_sought_is_passed_over() -> None:
-    """It was told at its own place."""
+    """Exceptions of skipped batches are not raised again."""
     assert shard(Counting(9, {1, 3})).fetch(2) == [4, 5]
 
 
 class Unopened:
-    """Cannot even begin."""
+    """Dataset whose iteration fails to start."""
 
     def __init__(self) -> None:
         self.tried = 0
@@ -232,10 +232,10 @@ class Unopened:
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_dataset_that_cannot_begin_fails_once_and_ends(first: int) -> None:
-    """There is nothing to try again: as with torch, whose iteration is over then."""
+    """The shard ends after one failure, as an iteration of torch does."""
     dataset = Unopened()
     failing = shard(dataset)
-    # whoever seeks further comes after the failure, which was told at batch 0
+    # later batches come after the failure, which was reported at batch 0
     assert outcome(failing, first) == ("the disk is not mounted" if first == 0 else None)
     assert [outcome(failing, first + k) for k in (1, 2)] == [None, None]
     assert (dataset.tried, failing.samples) == (1, 0)
@@ -249,11 +249,11 @@ def test_what_is_no_iterable_fails_once_and_ends() -> None:
     assert failing.fetch(1) is None
 
 
-# --- Datasets that keep their place -------------------------------------------------------------------------------
+# --- Datasets with a state ----------------------------------------------------------------------------------------
 
 
 class Keeping(Counting):
-    """A dataset that says itself where it stands: torchdata's Stateful. Iterating goes on from there."""
+    """Dataset with a state as in torchdata's Stateful: iterating continues from its position."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
@@ -267,7 +267,7 @@ class Keeping(Counting):
             yield self.position - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Its place."""
+        """Return the position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ class Keeping(Counting):
 
 
 class KeepingIterator:
-    """A dataset whose iterators say where they stand."""
+    """Dataset whose iterators have a state."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -314,7 +314,7 @@ keepers = pytest.mark.parametrize("make", [Keeping, KeepingIterator])
 
 @keepers
 def test_a_place_that_is_kept_is_gone_on_from(make: Keeper) -> None:
-    """Nothing before it is read again; batches keep their numbers, and samples are counted from the beginning."""
+    """Earlier samples are not read again; batch numbers and the sample count continue."""
     before = shard(make(9))
     assert [before.fetch(k) for k in (0, 1)] == [[0, 1], [2, 3]]
     state = before.state()
@@ -329,7 +329,7 @@ def test_a_place_that_is_kept_is_gone_on_from(make: Keeper) -> None:
 @keepers
 @pytest.mark.parametrize("batches", range(6))
 def test_a_place_can_be_kept_after_any_batch(make: Keeper, batches: int) -> None:
-    """Also after the last, and where nothing was taken."""
+    """States can be saved after any batch, including the last one, and before the first."""
     whole = everything(shard(make(9)))
     before = shard(make(9))
     for k in range(batches):
@@ -341,7 +341,7 @@ def test_a_place_can_be_kept_after_any_batch(make: Keeper, batches: int) -> None
 
 @keepers
 def test_a_kept_place_is_come_back_to(make: Keeper) -> None:
-    """A batch behind the last one, but not behind the place, is found from the place."""
+    """A batch before the last one, but after the saved state, is computed from that state."""
     before = shard(make(20))
     before.fetch(3)
     told: list[str] = []
@@ -354,13 +354,13 @@ def test_a_kept_place_is_come_back_to(make: Keeper) -> None:
 
 
 def test_a_dataset_that_keeps_its_place_begins_again_at_its_beginning() -> None:
-    """Its own state is put back first: iterating alone would go on."""
+    """Its first state is restored, because iterating alone would continue."""
     seeking = shard(Keeping(10), restart=lambda: None)
     assert [seeking.fetch(k) for k in (0, 3, 1)] == [[0, 1], [6, 7], [2, 3]]
 
 
 def test_an_iterator_with_a_state_can_go_back_before_it() -> None:
-    """Where only the iterator keeps a state, iterating the dataset begins at its beginning."""
+    """If only the iterator has a state, a new iteration starts at the beginning."""
     before = shard(KeepingIterator(10))
     before.fetch(2)
     again = shard(KeepingIterator(10), restart=lambda: None, state=before.state())
@@ -387,7 +387,7 @@ def test_a_dataset_without_a_state_has_none() -> None:
 
 
 class Both(Keeping):
-    """A dataset that keeps a state, and so do its iterators: a shuffle buffer, say, before a file's position."""
+    """Dataset with a state whose iterators have one, too, for example a shuffle buffer and a file position."""
 
     def __iter__(self) -> Iterator[int]:
         return _Doubling(self)
@@ -420,7 +420,7 @@ class _Doubling:
 
 @pytest.mark.parametrize("batches", range(1, 4))
 def test_the_states_of_dataset_and_iterator_are_both_kept(batches: int) -> None:
-    """As torchdata keeps them: either alone would lose or repeat the samples that the other one counts."""
+    """Both states are saved, as by torchdata: either alone would lose or repeat samples."""
     whole = everything(shard(Both(6), 3))
     before = shard(Both(6), 3)
     for k in range(batches):
@@ -430,7 +430,7 @@ def test_the_states_of_dataset_and_iterator_are_both_kept(batches: int) -> None:
 
 
 class Late(Counting):
-    """A dataset whose state exists only while it is iterated."""
+    """Dataset whose state exists only during an iteration."""
 
     def __iter__(self) -> Iterator[int]:
         self._position = getattr(self, "_loaded", 0)
@@ -455,7 +455,7 @@ def test_a_state_is_requested_only_after_the_iteration_began() -> None:
 
 
 class Foreign(Counting):
-    """The state_dict() of mosaicml-streaming and litdata, which only their own loaders can call."""
+    """Dataset with a state_dict() as in mosaicml-streaming and litdata, which only their own loaders can call."""
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Fails when it is called as torchdata does."""
@@ -466,7 +466,7 @@ class Foreign(Counting):
 
 
 class Half(Counting):
-    """Methods of one name each that are none of torchdata's."""
+    """Dataset whose methods have torchdata's names but not its signatures."""
 
     state_dict = None
 
@@ -483,7 +483,7 @@ def test_only_methods_of_torchdatas_protocol_are_called(make: Keeper) -> None:
     assert found.fetch(1) == [2, 3]
 
 
-# --- What a state can hold ------------------------------------------------------------------------------------------
+# --- Content of states --------------------------------------------------------------------------------------------
 
 
 class Stating(Keeping):
@@ -503,7 +503,7 @@ class Stating(Keeping):
 
 
 def kept(also: Any) -> Any:
-    """What becomes of a state that is saved and loaded."""
+    """Return a value after saving and loading it as part of a state."""
     before = shard(Stating(5, also))
     before.fetch(0)
     dataset = Stating(5)
@@ -525,7 +525,7 @@ def test_a_state_keeps_its_types(also: Any) -> None:
 
 
 def test_a_state_keeps_generators_of_numpy_and_torch() -> None:
-    """Their states are arrays and tensors, which can be written to after they are loaded."""
+    """Arrays and tensors of generator states are writable after loading."""
     need("torch")
     import torch
 
@@ -545,7 +545,7 @@ def test_a_state_keeps_generators_of_numpy_and_torch() -> None:
     ids=["object", "long"],
 )
 def test_a_state_that_cannot_be_kept_is_an_error_that_names_the_reason(also: Any, reason: str) -> None:
-    """The batches are valid; who resumes from the state learns the path of the value, and no sample is lost."""
+    """The batches are valid; resuming from the state raises an error with the value's path, and loses no sample."""
     before = shard(Stating(5, also))
     assert before.fetch(0) == [0, 1]
     again = shard(Stating(5), state=before.state())
@@ -561,7 +561,7 @@ def test_a_damaged_state_is_an_error(text: str) -> None:
         shard(Stating(5), state=text).fetch(1)
 
 
-# --- The dataset's iterator ------------------------------------------------------------------------------------------
+# --- The dataset's iterator ---------------------------------------------------------------------------------------
 
 
 def test_a_generator_is_closed_when_the_shard_is() -> None:

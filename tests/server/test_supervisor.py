@@ -1,4 +1,4 @@
-"""Supervision of a fork server: what is left when it cannot be started."""
+"""Supervision of a fork server: state after it could not be started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The members of uvicorn that the server depends on: all are listed, and a missing one is reported at start-up."""
+"""The members of uvicorn that the server depends on are all listed, and a missing one is reported at startup."""
 
 from __future__ import annotations
 

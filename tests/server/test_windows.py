@@ -1,4 +1,4 @@
-"""What is recent, found from totals alone."""
+"""Recent rates, computed from totals alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from teleloader_shared.stats import WINDOW
 
 
 def test_a_rate_is_taken_over_the_window() -> None:
-    """What was before is not recent."""
+    """Increases before the window do not count."""
     window = RateWindow(100.0, 0)
     total = 0
     for second in range(1, 60):
@@ -22,14 +22,14 @@ def test_a_rate_is_taken_over_the_window() -> None:
 
 
 def test_a_young_subject_has_a_rate_since_its_beginning() -> None:
-    """Not over seconds in which it was not there."""
+    """Time before the start does not count."""
     window = RateWindow(5.0, 10, 0.5)
     assert window.rates(7.0, 14, 1.5) == (2.0, 0.5)
     assert window.rates(5.0, 10, 0.5) == (0.0, 0.0), "before any time has passed there is no rate"
 
 
 def test_after_a_silence_nothing_is_recent() -> None:
-    """Marks are made all the time; a total that does not grow has the rate 0 when the window has passed."""
+    """A total that does not increase has the rate 0 after the window."""
     window = RateWindow(0.0, 0)
     for second in range(1, 5):
         window.mark(second, 10 * second)
@@ -40,7 +40,7 @@ def test_after_a_silence_nothing_is_recent() -> None:
 
 @given(st.lists(st.floats(0.001, 30), min_size=1, max_size=50))
 def test_the_window_is_as_long_as_it_can_be_and_no_longer_than_it_must(steps: list[float]) -> None:
-    """With marks at any times: the window's beginning is the last mark that is old enough."""
+    """The window starts at the last mark that is old enough."""
     now, marks = 0.0, [0.0]
     window = RateWindow(0.0, 0)
     for step in steps:
@@ -53,7 +53,7 @@ def test_the_window_is_as_long_as_it_can_be_and_no_longer_than_it_must(steps: li
 
 
 def test_time_that_overlaps_counts_once() -> None:
-    """Two requests of one client that wait are one client that waits."""
+    """Two concurrent waits of one client count as one."""
     waiting = Stopwatch()
     waiting.begin(1.0)
     waiting.begin(2.0)

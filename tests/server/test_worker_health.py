@@ -1,4 +1,4 @@
-"""Decisions about workers, for each way of docs/faults.md in which one is lost, and for random sequences of events."""
+"""Decisions about workers: each cause in docs/faults.md for the loss of one, and random sequences of events."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_stop_is_timed_from_the_first_observation_to_the_last() -> None:
 
 @given(timeout=st.floats(0.01, 1e4), ready=st.booleans())
 def test_an_unresponsive_worker_is_killed_in_bounded_time(timeout: float, *, ready: bool) -> None:
-    """One check after `batch_timeout` at the latest, and not before; one that does not start, too."""
+    """A worker is killed at most one check after `batch_timeout`, and not before, also if it does not start."""
     limits = Limits(batch_timeout=timeout)
     health, interval = WorkerHealth(START, ready=ready, tasks={0: task(0)} if ready else {}), check_interval(limits)
     assert decide(health, START + timeout * 0.999, limits=limits) == []
@@ -127,7 +127,7 @@ def test_an_unresponsive_worker_is_killed_in_bounded_time(timeout: float, *, rea
 
 @given(limits=st.sampled_from([LIMITS, UNLIMITED, Limits(batch_timeout=0.05)]))
 def test_a_stopped_worker_is_killed_although_its_batch_has_no_timeout(limits: Limits) -> None:
-    """The stop is the cause, even of a batch whose timeout is shorter."""
+    """The reason is the stop, even if the batch has a shorter timeout."""
     health, interval = busy(), check_interval(limits)
     for check in count(1):
         assert check * interval < STOP_TIMEOUT + 4 * interval
@@ -154,7 +154,7 @@ def test_a_worker_without_work_is_never_killed() -> None:
 
 
 def test_queued_tasks_are_reclaimed_once() -> None:
-    """As soon as a check finds no progress since the last one, long before the timeout."""
+    """Tasks are reclaimed when a check finds no progress since the last one, long before the timeout."""
     health = busy()
     assert decide(health, START + CHECK_INTERVAL) == []
     assert decide(health, START + 2 * CHECK_INTERVAL) == [Action.RECLAIM]
@@ -166,7 +166,7 @@ def test_queued_tasks_are_reclaimed_once() -> None:
     ("timeout", "expected"), [(0, CHECK_INTERVAL), (600, CHECK_INTERVAL), (1, 0.1), (0.01, MIN_CHECK_INTERVAL)]
 )
 def test_a_short_timeout_is_checked_more_often(timeout: float, expected: float) -> None:
-    """A tenth of it, within limits."""
+    """The interval is a tenth of the timeout, within limits."""
     assert check_interval(Limits(batch_timeout=timeout)) == expected
 
 
@@ -174,7 +174,7 @@ def test_a_short_timeout_is_checked_more_often(timeout: float, expected: float) 
 
 
 def test_a_worker_is_recycled_after_its_last_batch() -> None:
-    """One reason, once."""
+    """The worker is recycled once, for one reason."""
     limits = Limits(max_batches_per_worker=2)
     health = busy()
     health.submitted = 1
@@ -186,7 +186,7 @@ def test_a_worker_is_recycled_after_its_last_batch() -> None:
 
 
 def test_a_worker_with_too_much_memory_is_recycled_once_it_has_completed_something() -> None:
-    """Otherwise a worker that is too large from its start would never do anything."""
+    """Otherwise a worker that is too large from its start would never compute a batch."""
     limits = Limits(max_worker_memory=2**20)
     health = busy()
     assert health.reason_to_recycle(limits, 2**21) is None
@@ -197,7 +197,7 @@ def test_a_worker_with_too_much_memory_is_recycled_once_it_has_completed_somethi
     assert health.reason_to_recycle(LIMITS, 2**40) is None
 
 
-# --- A worker is lost --------------------------------------------------------------------------------------------
+# --- A worker exits ----------------------------------------------------------------------------------------------
 
 
 def test_the_reason_of_an_exit_names_signal_code_and_memory() -> None:
@@ -282,14 +282,14 @@ def test_a_start_that_succeeded_ends_a_row_of_failed_ones() -> None:
 
 @pytest.mark.parametrize("lacks_resource", [False, True])
 def test_nothing_is_reported_while_another_worker_can_compute_the_batches(*, lacks_resource: bool) -> None:
-    """Then nobody waits for the one that does not start."""
+    """A worker that does not start is not reported, since no batch waits for it."""
     restarts = Restarts()
     for second in range(100):
         restarts.exited(LACKING if lacks_resource else LOST, WorkerHealth(START), START)
         assert not restarts.must_report(LIMITS, START + second, lacks_resource=lacks_resource, has_substitute=True)
 
 
-# --- Batches of lost workers -------------------------------------------------------------------------------------
+# --- Batches of exited workers -----------------------------------------------------------------------------------
 
 
 @given(times=st.lists(st.floats(0, 30), min_size=1, max_size=50))
@@ -312,7 +312,7 @@ events = st.sampled_from(["unknown", "machine", "timeout", "completes"])
 
 @given(queue=st.integers(1, 5), sequence=st.lists(st.tuples(events, st.floats(0.01, 4)), max_size=80))
 def test_no_sequence_of_exits_retries_a_batch_for_ever(queue: int, sequence: list[tuple[str, float]]) -> None:
-    """Each exit that may be a batch's fault is one of three; those of the machine end after `batch_timeout`."""
+    """At most three exits count for a batch; exits caused by the machine end after `batch_timeout`."""
     service, shortages, now = Service(), Shortages(), START
     service.warm_up(TRAIN, seconds=QUICK)
     request = service.request("a", TRAIN, 0, queue)

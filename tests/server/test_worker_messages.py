@@ -40,7 +40,7 @@ def fields(kind: Any) -> dict[str, st.SearchStrategy[Any]]:
 @pytest.mark.parametrize("kind", get_args(Message), ids=lambda kind: kind.__name__)
 @given(data=st.data())
 def test_a_message_is_decoded_as_it_was_encoded(kind: Any, data: st.DataObject) -> None:
-    """Through a channel, with its type and those of its fields."""
+    """A message arrives through a channel with its type and the types of its fields."""
     message = data.draw(st.builds(kind, **fields(kind)))
     ours, theirs = Channel.pair()
     other = Channel(theirs)
@@ -66,7 +66,7 @@ def test_each_message_has_a_code() -> None:
 
 
 def test_a_large_index_list_is_not_copied() -> None:
-    """It is the last item, as `Channel.put` requires."""
+    """The index list is the last item, as `Channel.put` requires."""
     assert list(get_type_hints(Load))[-1] == "indices"
     indices = b"x" * 100
     assert encode(Load(1, "key", 2, 3, indices))[-1] is indices

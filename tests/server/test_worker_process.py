@@ -1,4 +1,4 @@
-"""A worker process as the server sees it: its current task, and the stacks of one that hangs."""
+"""The server's view of a worker process: its current task, and the stacks of one that hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def task(batch: int) -> Task:
 
 @pytest.fixture
 def process() -> Iterator[WorkerHandle]:
-    """One that is ready and has the batches 7, 8 and 9 to make, as tasks of the same numbers."""
+    """Yield a worker that is ready and has tasks 7, 8 and 9 for the batches with these numbers."""
     channel, theirs = Channel.pair()
     found = WorkerHandle(0, channel)
     status = os.memfd_create("status")
@@ -43,7 +43,7 @@ def begin(process: WorkerHandle, task_id: int) -> None:
 
 
 def test_the_status_file_contains_the_current_task(process: WorkerHandle) -> None:
-    """Not always the first of its tasks: that may be finished, and its report late."""
+    """The current task may not be the first one, if that has finished and its report has not arrived."""
     assert process.current_task() is None
     begin(process, 8)
     assert process.current_task() == task(8)
@@ -54,7 +54,7 @@ def test_the_status_file_contains_the_current_task(process: WorkerHandle) -> Non
 
 
 def test_what_is_taken_back_is_noted_for_the_worker(process: WorkerHandle) -> None:
-    """It leaves out all up to the last of them that it has not begun; the server forgets them."""
+    """The worker skips the revoked tasks that it has not started; the server removes them."""
     begin(process, 7)
     process.revoke(process.queued())
     assert process._status_file is not None
@@ -63,7 +63,7 @@ def test_what_is_taken_back_is_noted_for_the_worker(process: WorkerHandle) -> No
 
 
 async def test_a_worker_that_had_not_started_has_no_stack() -> None:
-    """The sentence says so."""
+    """The text states that the worker had not started."""
     channel, theirs = Channel.pair()
     process = WorkerHandle(0, channel)
     assert await process.stacks() == "(the worker had not started)"
@@ -72,7 +72,7 @@ async def test_a_worker_that_had_not_started_has_no_stack() -> None:
 
 
 def test_stacks_end_at_our_code() -> None:
-    """What calls the user's code is the same always; each thread's stack is cut by itself, and our own left out."""
+    """Each thread's stack ends where teleloader's frames begin, and threads without user code are omitted."""
     ours = f'  File "{os.path.dirname(os.path.abspath(Channel.pair.__code__.co_filename))}/'
     text = f"""\
 Thread 0x1 (most recent call first):
