@@ -1,4 +1,4 @@
-"""A buffer is used again when nobody holds a view of it, and not before."""
+"""A buffer is reused once no view of it exists, and not before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import need
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where it is in memory."""
+    """Return the memory address of an array."""
     return int(array.ctypes.data)
 
 
@@ -38,7 +38,7 @@ def test_a_view_keeps_its_buffer() -> None:
 
 
 def test_a_tensor_keeps_its_buffer() -> None:
-    """Torch's storage holds the array that it was made from."""
+    """A tensor's storage keeps the array that it was created from."""
     need("torch")
     import torch
 
@@ -65,7 +65,7 @@ def test_buffers_are_aligned(nbytes: int) -> None:
 
 
 def test_free_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is over the limit goes back to the system."""
+    """Free buffers in excess of the limit are returned to the system."""
     made = []
 
     def make(size: int) -> NDArray[np.uint8]:

@@ -55,7 +55,7 @@ FORMS = [(True, None), (False, None), (True, "zstd"), (False, "lz4")]
 
 
 def encoded(content: object, **how: Any) -> NDArray[np.uint8]:
-    """The frame of a batch or failure, starting at a multiple of 64 in memory, over what memory held before."""
+    """Return the frame of a batch or failure, aligned to 64 bytes, in memory with previous content."""
     writer = FrameWriter(BATCH_ID, content, **how)
     memory = np.full(writer.nbytes + 2 * ALIGNMENT, 0xA5, np.uint8)
     buffer = memory[-memory.ctypes.data % ALIGNMENT :]
@@ -77,7 +77,7 @@ def forged(
     checksum: bool = False,
     digest: int = 0,
 ) -> bytearray:
-    """A frame as the documentation describes it, made without the codec, of parts that nobody checked."""
+    """Return a frame as the documentation describes it, built from unchecked parts without the codec."""
     packed = header if isinstance(header, bytes) else msgpack.packb(header)
     out = bytearray(PROLOGUE_SIZE) + packed
     for segment in segments:
@@ -106,7 +106,7 @@ def header_of(tree: object, **more: object) -> dict[str, object]:
 
 @contextlib.contextmanager
 def memory_within(limit: int) -> Iterator[None]:
-    """What is allocated inside must stay below `limit` bytes at each moment."""
+    """Check that allocations inside never exceed `limit` bytes."""
     tracemalloc.start()
     try:
         yield
@@ -132,7 +132,7 @@ def test_any_batch_arrives_as_it_was(batch: Any, how: dict[str, Any], padding: i
 @pytest.mark.parametrize("name", dtypes.NAMES)
 @pytest.mark.parametrize(("checksum", "compression"), FORMS)
 def test_every_bit_pattern_of_every_type_arrives(name: str, checksum: bool, compression: Compression | None) -> None:
-    """NaNs keep their payload and zeros their sign, in every type and byte order: values are never converted."""
+    """NaN payloads and signs of zeros are preserved, in every dtype and byte order: values are never converted."""
     storage = dtypes.storage(name)
     raw = np.random.default_rng(0).bytes(40 * storage.itemsize) + b"\xff" * storage.itemsize
     bits = np.frombuffer(raw, np.uint8) & 1 if name == "bool" else np.frombuffer(raw, np.uint8)
@@ -142,7 +142,7 @@ def test_every_bit_pattern_of_every_type_arrives(name: str, checksum: bool, comp
 
 
 def test_tensors_arrive_as_they_were() -> None:
-    """Tensors of every type, of every layout in memory, lazily conjugated or negated, keep their type and bits."""
+    """Tensors of every dtype and memory layout, lazily conjugated or negated, keep their dtype and bits."""
     need("torch")
     import torch
 
@@ -164,7 +164,7 @@ def test_tensors_arrive_as_they_were() -> None:
         return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
 
     class DescribedMemory(Bits):
-        """Memory whose leaves say what they are."""
+        """Memory whose leaves are their descriptions."""
 
         def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
             """Return the type, the shape and the bytes."""
@@ -186,7 +186,7 @@ def test_a_failure_arrives_in_the_place_of_a_batch() -> None:
 
 @pytest.mark.parametrize("end", [END, End(0, replica=True)])
 def test_an_end_arrives_in_the_place_of_a_batch(end: End) -> None:
-    """How many samples the shard gave, and whether it is a replica, travel under the ID of the batch that it lacks."""
+    """The shard's sample count and replica flag arrive under the ID of the first missing batch."""
     found = read(KeptMemory(encoded(end)))
     assert found == Frame(BATCH_ID, end, 0, found.nbytes, memory=found.memory)
     assert read(KeptMemory(encoded(end, compression="lz4", padding=3))).content == end
@@ -195,7 +195,7 @@ def test_an_end_arrives_in_the_place_of_a_batch(end: End) -> None:
 @pytest.mark.parametrize("content", [[np.arange(3)], END, FAILURE], ids=["batch", "end", "failure"])
 @pytest.mark.parametrize("state", [None, "", '{"next": 3, "state": {"file": "é\\u0000"}}', "x" * 2**14])
 def test_where_a_shard_stands_travels_with_what_it_gave(content: Any, state: str | None) -> None:
-    """Text that nobody looks into on the way."""
+    """A batch arrives with its shard's state, an opaque text."""
     found = read(KeptMemory(encoded(content, shard_state=state)))
     assert found.shard_state == state
     if isinstance(content, list):
@@ -214,7 +214,7 @@ def test_arrays_are_read_where_they_lie() -> None:
 
 
 def test_an_array_is_written_where_it_is_sent_from() -> None:
-    """What is yet to be collated is asked once to write itself, into the frame."""
+    """A value that is not collated yet is asked once to write itself into the frame."""
     written: list[NDArray[Any]] = []
 
     @dataclass
@@ -243,7 +243,7 @@ def test_an_array_is_written_where_it_is_sent_from() -> None:
 @settings(fixed, max_examples=examples(150))
 @given(trees | st.just(FAILURE) | st.just(END), options)
 def test_any_msgpack_library_reads_a_frame(content: Any, how: dict[str, Any]) -> None:
-    """A frame is one msgpack array, laid out as docs/protocol.md says: sizes, header, then pad and array in turns."""
+    """A frame is one msgpack array with the documented layout: sizes, header, then alternating pads and arrays."""
     frame = encoded(content, **how)
     reader = msgpack.Unpacker(use_list=True, max_buffer_size=0)
     reader.feed(frame.tobytes())
@@ -283,7 +283,7 @@ def test_a_frame_can_be_made_from_the_documentation(batch: list[Any], text: str,
 
 
 def test_equal_batches_have_equal_bytes() -> None:
-    """Nothing of what a buffer held before, or of how an array lies in memory, is in a frame."""
+    """A frame depends neither on the buffer's previous content nor on the memory layout of arrays."""
     array = np.arange(12, dtype=np.int32).reshape(3, 4)
     frames = {to_bytes(BATCH_ID, [a]) for a in (array, np.asfortranarray(array), array.astype(">i4"))}
     assert len(frames) == 1
@@ -291,7 +291,7 @@ def test_equal_batches_have_equal_bytes() -> None:
 
 
 def test_frames_stand_one_after_another() -> None:
-    """Each begins where the one before it says that it ends; batches do not share memory."""
+    """Each frame starts at the declared end of the previous one; batches do not share memory."""
     parts = [encoded([1]), encoded({"a": np.arange(100.0)}), encoded([np.arange(50)]), encoded(FAILURE), encoded(END)]
     body = np.concatenate(parts)
     found = list(read_all(KeptMemory(body)))
@@ -363,7 +363,7 @@ def test_a_frame_that_is_cut_off_or_goes_on_is_refused(
 
 
 def test_damage_is_told_from_a_breach_of_the_format() -> None:
-    """Damaged content is a CorruptFrame, which asking again mends; it is a ProtocolError too."""
+    """Damaged content raises CorruptFrame, which a repeated request fixes; it is a subclass of ProtocolError."""
     frame = encoded([1])
     frame[-1] ^= 1
     with pytest.raises(CorruptFrame, match="does not match the checksum"):
@@ -408,7 +408,7 @@ def test_a_frame_has_as_many_values_as_its_tree_has_arrays(count: int) -> None:
             decoded(forged({"loader": "k", "epoch": 0, "batch": 0, **instead}, [b"ab"]))
 
 
-# --- Headers that nobody wrote ------------------------------------------------------------------------------------
+# --- Invalid headers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -458,13 +458,13 @@ def test_a_frame_has_as_many_values_as_its_tree_has_arrays(count: int) -> None:
 )
 @pytest.mark.parametrize("checksum", [True, False])
 def test_a_header_that_is_none_is_refused(header: object, checksum: bool) -> None:
-    """What is no map with batch ID and content is a ProtocolError, though its checksum be right."""
+    """A header that is not a map with batch ID and content raises ProtocolError, even with a valid checksum."""
     with pytest.raises(ProtocolError):
         decoded(forged(header, checksum=checksum))
 
 
 def test_what_a_later_version_adds_to_a_header_is_ignored() -> None:
-    """Unknown entries of a header are no error, nor of an end."""
+    """Unknown entries of headers and ends are ignored."""
     assert decoded(forged(header_of(1, hint={"more": [1, 2]}))) == 1
     header = {"loader": "k", "epoch": 0, "batch": 0, "end": {"samples": 3, "replica": True, "more": 1}}
     assert decoded(forged(header)) == End(3, replica=True)
@@ -509,7 +509,7 @@ def test_arrays_that_are_not_there_are_refused() -> None:
 
 
 def test_a_segment_that_is_no_bin32_is_refused() -> None:
-    """Each array stands behind a bin32 whose size lies within the frame."""
+    """Each array must follow a bin32 prefix with a size within the frame."""
     frame = forged(header_of({"array": ["uint8", [1], "ndarray"]}), [b"a"])
     at = frame.index(b"\xc6\x00\x00\x00\x01a")
     for damage in (b"\xc5", b"\xc6\x00\x00\x00\x02", b"\xc6\xff\xff\xff\xff", b"\xc6\x00\x00\x00\x00"):
@@ -519,7 +519,7 @@ def test_a_segment_that_is_no_bin32_is_refused() -> None:
 
 
 def test_deep_batches_pass_through_msgpack() -> None:
-    """128 dicts inside each other are within what msgpack itself can nest; more are refused as such on both sides."""
+    """128 nested dicts are within msgpack's own limit; deeper ones are rejected on both sides."""
     batch: Any = np.zeros(1)
     node: Any = 0
     for _ in range(MAX_DEPTH):
@@ -626,7 +626,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def bomb(compression: str, declared: int, packed: bytes) -> bytearray:
-    """A frame whose one array says that it is of `declared` bytes."""
+    """Return a frame with one array that declares `declared` bytes."""
     return forged(header_of({"array": ["uint8", [declared], "ndarray"]}, compression=compression), [packed])
 
 
@@ -643,7 +643,7 @@ def test_an_array_that_unpacks_to_more_than_declared_is_refused(compression: str
 
 @pytest.mark.parametrize("compression", PACKERS)
 def test_an_array_that_unpacks_to_less_than_declared_is_refused(compression: str) -> None:
-    """The error says how much there was."""
+    """The error contains the unpacked size."""
     with pytest.raises(ProtocolError, match=r"must decompress to 1,001 bytes, got 1,000"):
         decoded(bomb(compression, 1001, PACKERS[compression](bytes(1000))))
 
@@ -651,7 +651,7 @@ def test_an_array_that_unpacks_to_less_than_declared_is_refused(compression: str
 @pytest.mark.parametrize("compression", [*PACKERS, None])
 @pytest.mark.parametrize("declared", [2**20 + 1, 2**40, 2**62])
 def test_arrays_may_not_declare_more_than_the_limit(compression: str | None, declared: int) -> None:
-    """Declared huge: refused before memory is taken, and the error states the limit; one array or many together."""
+    """One or several arrays with too large a declared size are rejected before allocation; the error has the limit."""
     with memory_within(10**6), pytest.raises(ProtocolError, match="1,048,576 bytes"):
         decoded(bomb(compression or "", declared, b"\x00" * 20), max_bytes=2**20)
     node = {"array": ["uint8", [2**18], "ndarray"]}
@@ -663,7 +663,7 @@ def test_arrays_may_not_declare_more_than_the_limit(compression: str | None, dec
 
 
 def test_a_library_that_counts_to_2_gib_is_no_way_round_the_limit() -> None:
-    """lz4 cannot unpack an array of more than 2 GiB: that is a ProtocolError, where the limit allows such arrays."""
+    """An lz4 array of more than 2 GiB raises ProtocolError even if the limit allows it, as lz4 cannot unpack it."""
     with memory_within(2**20), pytest.raises(ProtocolError):
         decoded(bomb("lz4", 3 * 2**30, PACKERS["lz4"](b"abc")), max_bytes=2**33)
 
@@ -696,7 +696,7 @@ def test_an_unknown_compression_is_refused(compression: object) -> None:
 
 @pytest.mark.parametrize(("compression", "package"), [("zstd", "zstandard"), ("lz4", "lz4.block")])
 def test_a_missing_library_is_named(compression: Compression, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the library of a compression, both sides say what to install."""
+    """If a compression library is missing, both sides' errors state what to install."""
     frame = encoded([np.zeros(9)], compression=compression)
     monkeypatch.setitem(sys.modules, package, None)
     for use in (lambda: encoded([np.zeros(9)], compression=compression), lambda: decoded(frame)):
@@ -714,7 +714,7 @@ def test_nested_claims_take_no_memory() -> None:
 
 @pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
 def test_a_batch_that_is_too_large_is_refused_before_it_is_made(compression: Compression | None) -> None:
-    """The error says how large it is, what the limit is and what to do."""
+    """The error has the size, the limit and what to do."""
     huge = np.broadcast_to(np.float64(0), (10**6, 10**6))
     with (
         memory_within(2**20),
@@ -735,16 +735,16 @@ def test_the_limit_counts_the_whole_frame() -> None:
 
 
 def test_an_array_of_4_gib_cannot_travel() -> None:
-    """A bin32 holds less than 4 GiB: the error says so, and is known before an array is made."""
+    """The limit of bin32, 4 GiB, is checked before an array is allocated, and the error states it."""
     with pytest.raises(BatchTooLarge, match="4 GiB"):
         FrameWriter(BATCH_ID, [np.broadcast_to(np.uint8(0), (2**32,))], max_bytes=2**40)
 
 
-# --- What cannot travel -------------------------------------------------------------------------------------------
+# --- Unsupported values -------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_travel_is_refused_with_its_path() -> None:
-    """An error of the writer says where in the batch the thing is."""
+    """The error of the writer has the path of the value within the batch."""
     with pytest.raises(EncodeError, match=r"^cannot encode batch\['meta'\]\[2\]: unsupported type object"):
         encoded({"meta": [1, 2, object()]})
     with pytest.raises(EncodeError, match=r"^cannot encode batch\[0\]\['names'\]: unsupported dtype <U2 of an array"):
@@ -753,14 +753,14 @@ def test_what_cannot_travel_is_refused_with_its_path() -> None:
 
 @pytest.mark.parametrize("batch", ["\ud800", ["\udcff"], {"\ud800": 1}, Point("ok", "\udfff")])
 def test_a_string_that_is_no_unicode_is_refused(batch: object) -> None:
-    """Lone surrogates, such as os.fsdecode makes of bytes, have no UTF-8: the error says which batch has one."""
+    """Lone surrogates, such as from os.fsdecode, have no UTF-8 encoding: the error names their batch."""
     with pytest.raises(EncodeError, match=r"^cannot encode batch 14 of epoch 3 .*: a string is not valid Unicode"):
         encoded(batch)
 
 
 @pytest.mark.parametrize("index", [2**64, -(2**63) - 1, 10**30])
 def test_a_failure_can_always_be_written(index: int) -> None:
-    """Nothing is left to send in its place: indices of more than 64 bits are left out, texts are cut and escaped."""
+    """Indices of more than 64 bits are omitted, and texts truncated and escaped: nothing could replace a failure."""
     failure = Failure("Error\ud800", "\udfff" * 10**6, "\U0001f600" * 10**6, [1, index, 2**64 - 1, -(2**63)] * 1000, 3)
     content = decoded(to_bytes(BATCH_ID, failure))
     assert isinstance(content, Failure)

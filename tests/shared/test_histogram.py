@@ -1,4 +1,4 @@
-"""Latencies as quantiles that are at most 5 % off, whatever the times are."""
+"""Latency quantiles with an error of at most 5 %, for any distribution."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_nothing_has_no_latency() -> None:
 
 
 def test_single_times_are_counted_like_blocks() -> None:
-    """Also those that are not put into their buckets yet."""
+    """Single times are counted like blocks, including those not sorted into buckets yet."""
     one, other = Histogram(), Histogram()
     times = np.random.default_rng(0).lognormal(-5, 2, BLOCK + 10)
     other.add(times)
@@ -62,7 +62,7 @@ def test_single_times_are_counted_like_blocks() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-9, 2e4, 1e9])
 def test_times_out_of_range_are_counted(seconds: float) -> None:
-    """With what is below a microsecond, or above 10,000 s."""
+    """Times below a microsecond or above 10,000 s are counted."""
     counted = Histogram()
     counted.add([seconds])
     found = counted.latency()
@@ -72,7 +72,7 @@ def test_times_out_of_range_are_counted(seconds: float) -> None:
 
 @given(st.lists(TIMES, max_size=100))
 def test_few_buckets_say_how_many_times_there_are_up_to_a_bound(times: list[float]) -> None:
-    """As Prometheus wants them: each bucket holds those before it, and the last one holds all."""
+    """Buckets are cumulative, as Prometheus expects, and the last one contains all times."""
     counted = Histogram()
     counted.add(times)
     buckets, total = counted.buckets()

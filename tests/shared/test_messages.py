@@ -1,4 +1,4 @@
-"""What a client says of itself is taken as it is, or not at all."""
+"""A client's report is accepted unchanged, or ignored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_report_arrives(report: ConsumerReport) -> None:
 
 
 def test_entries_that_come_later_are_ignored() -> None:
-    """A newer client may say more."""
+    """Unknown entries of a newer client's report are ignored."""
     known = "elapsed=2.500,waited=1.250,taken=7,reconnects=1,hedges=2"
     assert ConsumerReport.from_header(f"{known},colour=red") == ConsumerReport(2.5, 1.25, 7, 1, 2)
 
@@ -53,12 +53,12 @@ def test_entries_that_come_later_are_ignored() -> None:
     ids=lambda said: said[:40],
 )
 def test_what_is_no_report_is_none(said: str) -> None:
-    """Nothing is guessed, and nothing is refused for it."""
+    """An invalid report is ignored: it is neither corrected nor rejected."""
     assert ConsumerReport.from_header(said) is None
 
 
 @given(st.text(max_size=300))
 def test_no_text_breaks_it(said: str) -> None:
-    """Whatever a client sends; and nobody waits for longer than there was time."""
+    """Any text is parsed without an exception, and waits never exceed the elapsed time."""
     found = ConsumerReport.from_header(said)
     assert found is None or 0 <= found.waited <= found.elapsed

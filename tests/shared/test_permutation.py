@@ -1,7 +1,7 @@
-"""The shuffle: an exact bijection, evaluated anywhere alone, never to change, and not to be told from a random one.
+"""The shuffle: an exact, stable bijection with random access, statistically like a random permutation.
 
-The statistical rules run over fixed keys, so they pass or fail for ever. Each of their checks is also shown to fail, on
-a shuffle that is bad in the way the check is there for (`BAD_SHUFFLES`).
+The statistical tests use fixed keys, so their results never change. Each of their checks is also shown to fail for a
+bad shuffle of the kind that the check detects (`BAD_SHUFFLES`).
 """
 
 import hashlib
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Shuffle = Callable[[int, int], Ints]  # (length, key) -> the whole order
 
-# An honest shuffle goes beyond this many standard deviations once in 150,000 checks; about 300 are made here.
+# A random shuffle exceeds this many standard deviations once in 150,000 checks; these tests run about 300.
 THRESHOLD = 4.5
 
 keys = st.integers(0, 2**KEY_BITS - 1)
@@ -42,11 +42,11 @@ def listing(length: int, key: int) -> Ints:
 
 
 def int64(numbers: Iterable[int]) -> Ints:
-    """An array, where NumPy could take huge numbers for unsigned ones and none for floats."""
+    """Return an int64 array: NumPy alone would convert huge numbers to unsigned ones, and empty lists to floats."""
     return np.array(list(numbers), dtype=np.int64)
 
 
-# --- What it promises ---------------------------------------------------------------------------------------------
+# --- Guarantees ---------------------------------------------------------------------------------------------------
 
 
 @fixed
@@ -65,7 +65,7 @@ def test_each_number_comes_exactly_once_in_a_long_listing(length: int) -> None:
 @fixed
 @given(lengths.filter(bool), keys, st.data())
 def test_an_answer_depends_on_its_position_alone(length: int, key: int, data: st.DataObject) -> None:
-    """Positions asked in any selection, order and repetition get what stands there in the full listing."""
+    """A position gives the same index as in the full listing, in any selection, order and repetition."""
     positions = int64(data.draw(st.lists(st.integers(0, length - 1), max_size=40)))
     assert np.array_equal(Permutation(length, key)(positions), listing(length, key)[positions])
 
@@ -73,7 +73,7 @@ def test_an_answer_depends_on_its_position_alone(length: int, key: int, data: st
 @fixed
 @given(huge_lengths, keys, st.data())
 def test_huge_lengths_stay_in_range_and_distinct(length: int, key: int, data: st.DataObject) -> None:
-    """At any length up to 2**62, different positions have different answers, all in range."""
+    """At any length up to 2**62, different positions give different indices, all in range."""
     some = data.draw(st.lists(st.integers(0, length - 1), max_size=60))
     positions = int64({*some, *range(20), *range(length - 20, length)})
     answers = Permutation(length, key)(positions)
@@ -91,7 +91,7 @@ def test_it_computes_what_its_documentation_says(length: int, key: int, data: st
 
 
 def by_the_formulas(length: int, key: int, positions: list[int]) -> list[int]:
-    """The module's docstring, word for word and one position at a time."""
+    """Evaluate the formulas of the module's docstring, one position at a time."""
     message = b"teleloader permutation 1" + key.to_bytes(16, "little") + length.to_bytes(8, "little")
     stream = hashlib.shake_128(message).digest(8 * max(SORTED_UP_TO, 2 * ROUNDS))
     words = [int.from_bytes(stream[i : i + 8], "little") for i in range(0, len(stream), 8)]
@@ -102,7 +102,7 @@ def by_the_formulas(length: int, key: int, positions: list[int]) -> list[int]:
 
 
 def walk_of_the_network(length: int, words: list[int], position: int) -> int:
-    """The part of it that holds for lengths above `SORTED_UP_TO`."""
+    """Evaluate the part of the formulas for lengths above `SORTED_UP_TO`."""
     k = (length - 1).bit_length() // 2
     b = 2**k
     a = -(-length // b)
@@ -181,7 +181,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize(("length", "key"), GOLDEN)
 def test_the_order_never_changes(length: int, key: int) -> None:
-    """The first and the last positions' answers are these for ever: runs resume by them."""
+    """The indices at the first and last positions never change, because resumed runs depend on them."""
     count = min(length, 8)
     positions = int64([*range(count // 2), *range(length - (count - count // 2), length)])
     assert Permutation(length, key)(positions).tolist() == GOLDEN[length, key]
@@ -189,7 +189,7 @@ def test_the_order_never_changes(length: int, key: int) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, SORTED_UP_TO, SORTED_UP_TO + 1, MAX_LENGTH])
 def test_no_positions_have_no_answers(length: int) -> None:
-    """An empty array of positions is answered with one, even where no position exists."""
+    """An empty array of positions gives an empty array, even for length 0."""
     answer = Permutation(length, 0)(int64([]))
     assert answer.shape == (0,)
     assert answer.dtype == np.int64
@@ -197,7 +197,7 @@ def test_no_positions_have_no_answers(length: int) -> None:
 
 @pytest.mark.parametrize("length", [100, 10**6])
 def test_the_answer_is_a_new_array_of_the_same_shape(length: int) -> None:
-    """The caller's positions are left alone, whatever their shape and strides."""
+    """The positions are not modified, whatever their shape and strides."""
     grid = np.arange(100, dtype=np.int64).reshape(10, 10)[:, ::3]
     before = grid.copy()
     order = Permutation(length, 5)
@@ -209,7 +209,7 @@ def test_the_answer_is_a_new_array_of_the_same_shape(length: int) -> None:
 
 
 def test_wrapping_arithmetic_is_not_reported_as_an_overflow() -> None:
-    """The order can be asked for in a program that has NumPy raise on every floating-point and integer error."""
+    """The shuffle works in a program in which NumPy raises on every floating-point and integer error."""
     with np.errstate(all="raise"):
         Permutation(MAX_LENGTH, 2**KEY_BITS - 1)(int64([0, MAX_LENGTH - 1]))
 
@@ -246,7 +246,7 @@ def test_a_length_or_key_out_of_range_is_refused(length: int, key: int, message:
 @pytest.mark.parametrize("length", [0, 1, 1000, 10**6, MAX_LENGTH])
 @pytest.mark.parametrize("wrong", ["negative", "too large", "far too large"])
 def test_a_position_out_of_range_is_refused(length: int, wrong: str) -> None:
-    """One wrong position among right ones is found and named, with the bounds."""
+    """The error names the one invalid position among valid ones, with the bounds."""
     position = {"negative": -1, "too large": length, "far too large": 2**63 - 1}[wrong]
     positions = int64([*range(min(length, 5)), position])
     with pytest.raises(ValueError, match=rf"positions must be in \[0, {length}\), got {position}"):
@@ -255,7 +255,7 @@ def test_a_position_out_of_range_is_refused(length: int, wrong: str) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int32, np.uint64])
 def test_positions_of_another_type_are_refused(dtype: type[np.generic]) -> None:
-    """Nothing is converted in silence: a float would be rounded, a uint64 could wrap."""
+    """Other dtypes are not converted silently: a float would be rounded, a uint64 could wrap."""
     with pytest.raises(TypeError, match=f"int64 array, got {np.dtype(dtype)}"):
         Permutation(10, 0)(np.zeros(3, dtype=dtype))
 
@@ -270,7 +270,7 @@ def normal_score(chi_square: float, degrees: float) -> float:
 
 
 def score_of_counts(observed: NDArray[np.integer] | Floats, expected: float | Floats, degrees: float) -> float:
-    """How far counts are from their expectations, in standard deviations."""
+    """Return the deviation of counts from their expectations, in standard deviations."""
     return normal_score(float(((observed - expected) ** 2 / expected).sum()), degrees)
 
 
@@ -280,7 +280,7 @@ def consecutive_keys(count: int) -> Sequence[int]:
 
 
 def random_keys(count: int) -> Sequence[int]:
-    """Keys that use all their bits; the same ones in each run."""
+    """Return random 64-bit keys, the same ones in each run."""
     source = random.Random(count)
     return [source.getrandbits(KEY_BITS) for _ in range(count)]
 
@@ -294,7 +294,7 @@ def test_every_order_of_a_tiny_length_is_equally_likely(length: int, some_keys: 
 
 
 def score_of_orders(listings: Ints) -> float:
-    """How unequally often the N! orders come among these listings."""
+    """Return the deviation of the frequencies of all N! orders among these listings from equal ones."""
     count, length = listings.shape
     digits = length ** np.arange(length)
     orders = np.array(list(itertools.permutations(range(length)))) @ digits
@@ -319,7 +319,7 @@ CELLS = 32
 
 
 def scores(listings: Ints) -> dict[str, float]:
-    """By how many standard deviations some listings (one a row) differ from random orders, in several respects."""
+    """Return deviations of listings (one per row) from random orders in several statistics, in standard deviations."""
     result = {}
     for name, (values, mean, variance) in statistics(listings).items():
         deviations = (values - mean) / math.sqrt(variance)
@@ -369,12 +369,12 @@ def parity(listings: Ints) -> float:
 
 
 def batch_means(listings: Ints) -> float:
-    """The means of consecutive batches spread as those of samples drawn without replacement."""
+    """Compare the spread of means of consecutive batches with that of samples drawn without replacement."""
     count, n = listings.shape
     batches = n // BATCH
     means = listings[:, : batches * BATCH].reshape(count, batches, BATCH).mean(axis=2)
     squares = (means - (n - 1) / 2) ** 2 / ((n + 1) * (n - BATCH) / (12 * BATCH))
-    # The batches of one listing make up all of it (but a rest), which costs each listing one degree of freedom.
+    # The batches of a listing cover it except for a remainder, which removes one degree of freedom per listing.
     return normal_score(float(squares.sum()) * (batches - 1) / batches, count * (batches - 1))
 
 
@@ -389,7 +389,7 @@ def marginals(listings: Ints) -> float:
 
 
 def suspicious(shuffle: Shuffle, length: int, some_keys: Sequence[int]) -> set[str]:
-    """The checks that tell this shuffle from a random one."""
+    """Return the names of the checks that distinguish this shuffle from a random one."""
     listings = np.array([shuffle(length, key) for key in some_keys])
     return {name for name, score in scores(listings).items() if not abs(score) < THRESHOLD}
 
@@ -407,12 +407,12 @@ def suspicious(shuffle: Shuffle, length: int, some_keys: Sequence[int]) -> set[s
     ],
 )
 def test_the_order_passes_for_random(length: int, count: int, some_keys: Callable[[int], Sequence[int]]) -> None:
-    """No check tells it from a random order, for keys that follow each other as for keys drawn at random."""
+    """No check distinguishes the order from a random one, neither for consecutive nor for random keys."""
     assert not suspicious(listing, length, some_keys(count))
 
 
 def flipped_bits(length: int, key: int) -> float:
-    """How evenly the answers' bits change when one bit of the position does, for every pair of bits."""
+    """Return the deviation of the frequency with which each input bit flips each output bit from one half."""
     order = Permutation(length, key)
     bits = np.arange(length.bit_length() - 1)
     positions = np.random.default_rng(0).integers(0, length, 2000)
@@ -424,12 +424,12 @@ def flipped_bits(length: int, key: int) -> float:
 
 @pytest.mark.parametrize("exponent", [20, 41, 62])
 def test_each_bit_of_a_position_decides_over_each_bit_of_the_answer(exponent: int) -> None:
-    """One changed bit of the position changes each bit of the answer half of the time, at great lengths too."""
+    """Flipping one bit of the position flips each bit of the index in half of all cases, also for huge lengths."""
     assert abs(flipped_bits(2**exponent, 11)) < THRESHOLD
 
 
 def unevenness(step: int) -> float:
-    """How unevenly the answers to positions `step` apart fall over the range, and their gaps: the worse, by size."""
+    """Return the deviation from an even spread of the indices at positions `step` apart, or of their gaps."""
     length = 2**41
     answers = Permutation(length, 4)(np.arange(2**16, dtype=np.int64) * step)
     gaps = np.diff(answers) % length
@@ -439,7 +439,7 @@ def unevenness(step: int) -> float:
 
 @pytest.mark.parametrize("step", [1, 2**20])
 def test_a_stretch_of_a_huge_order_is_spread_evenly(step: int) -> None:
-    """Consecutive positions, and those that share half of their bits, fall evenly over the range; so do their gaps."""
+    """Indices of consecutive positions, and of those that share half of their bits, are spread evenly, with gaps."""
     assert unevenness(step) < THRESHOLD
 
 
@@ -464,12 +464,12 @@ def same_for_all_keys(length: int, key: int) -> Ints:
 
 
 def related_keys(length: int, key: int) -> Ints:
-    """What adding the epoch to a shuffled order would do."""
+    """Return one shuffled order, shifted by the key, as if the epoch were added to it."""
     return (listing(length, 0) + key) % length
 
 
 def one_cycle(length: int, key: int) -> Ints:
-    """Sattolo's mistake in the Fisher-Yates shuffle: no number may stay, so all are in one cycle."""
+    """Return Sattolo's variant of the Fisher-Yates shuffle: no index stays in place, so that all are in one cycle."""
     walk = np.random.default_rng(key).permutation(length)
     order = np.empty(length, dtype=np.int64)
     order[walk] = np.roll(walk, -1)
@@ -477,12 +477,12 @@ def one_cycle(length: int, key: int) -> Ints:
 
 
 def shuffle_buffer(length: int, key: int) -> Ints:
-    """What streaming loaders do: shuffle within a window."""
+    """Shuffle within a window, as streaming loaders do."""
     return np.argsort(np.arange(length) + np.random.default_rng(key).random(length) * 256).astype(np.int64)
 
 
 def even_orders(length: int, key: int) -> Ints:
-    """A random order, put right to be even: what a network of XORs gives for a power of two."""
+    """Return a random order, corrected to an even permutation, as a network of XORs gives for a power of two."""
     order = np.random.default_rng(key).permutation(length)
     if (length - int(cycle_counts(order[None])[0])) % 2:
         order[:2] = order[1::-1]
@@ -524,18 +524,18 @@ BAD_SHUFFLES: list[tuple[Shuffle, set[str]]] = [
 
 @pytest.mark.parametrize(("shuffle", "caught_by"), BAD_SHUFFLES)
 def test_a_bad_shuffle_is_told_from_a_random_one(shuffle: Shuffle, caught_by: set[str]) -> None:
-    """Each known way to shuffle badly is seen by the checks that are there for it."""
+    """The checks for each known kind of bad shuffle detect it."""
     assert caught_by <= suspicious(shuffle, LENGTH, consecutive_keys(KEYS))
 
 
 def test_every_check_can_fail() -> None:
-    """No check passes everything: each catches one of the bad shuffles."""
+    """Each check detects at least one of the bad shuffles."""
     caught = set().union(*(names for _, names in BAD_SHUFFLES))
     assert caught == set(scores(np.array([listing(LENGTH, key) for key in range(2)])))
 
 
 def test_numpys_own_shuffle_passes() -> None:
-    """The checks accept what they should: an exact Fisher-Yates shuffle."""
+    """An exact Fisher-Yates shuffle passes all checks."""
     assert not suspicious(lambda n, key: np.random.default_rng(key).permutation(n), LENGTH, consecutive_keys(KEYS))
 
 
@@ -545,7 +545,7 @@ def test_unequal_orders_of_a_tiny_length_are_noticed() -> None:
 
 
 def test_too_few_rounds_leave_bits_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks on changed bits and on stretches of huge orders see a network that is too short."""
+    """The checks of flipped bits and of huge orders detect a network with too few rounds."""
     monkeypatch.setattr(permutation, "ROUNDS", 2)
     assert flipped_bits(2**62, 11) > THRESHOLD
     assert unevenness(2**20) > THRESHOLD

@@ -1,4 +1,4 @@
-"""What each batch holds: an exact division of the epoch's order among ranks and batches, whatever asked before."""
+"""Content of batches: an exact division of the epoch among ranks and batches, independent of other requests."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def order_of(spec: LoaderSpec, length: int, epoch: int) -> Ints:
 
 
 def joined(batches: Iterable[Ints]) -> Ints:
-    """All indices of some batches in one array."""
+    """Return all indices of some batches in one array."""
     return np.concatenate([*batches, np.empty(0, np.int64)])
 
 
 def interleaved(batches: Sequence[Ints]) -> list[int]:
-    """Batch k of every rank, rank by rank within each place: the global batch k."""
+    """Return the global batches: batch k of every rank, rank by rank."""
     places = itertools.zip_longest(*(batch.tolist() for batch in batches))
     return [index for place in places for index in place if index is not None]
 
@@ -74,7 +74,7 @@ def global_batches(spec: LoaderSpec, length: int, epoch: int) -> list[list[int]]
     return [interleaved([plan[k] for plan in plans if k < len(plan)]) for k in range(max(map(len, plans)))]
 
 
-# --- Every sample, exactly as the tail says -----------------------------------------------------------------------
+# --- Every sample, as specified by the tail -----------------------------------------------------------------------
 
 
 @fixed
@@ -91,7 +91,7 @@ def test_uneven_visits_each_sample_exactly_once(spec: LoaderSpec, length: int, e
 @fixed
 @given(loaders(tail="pad", drop_last=False), lengths, epochs)
 def test_pad_repeats_the_head_of_the_order(spec: LoaderSpec, length: int, epoch: int) -> None:
-    """Under ``tail="pad"`` the order goes on from its head until each rank has ceil(N / W) samples."""
+    """Under ``tail="pad"`` the order is extended by its head until each rank has ceil(N / W) samples."""
     per_rank = -(-length // spec.world_size)
     order = order_of(spec, length, epoch)
     padded = order[np.arange(per_rank * spec.world_size) % max(length, 1)] if length else order
@@ -135,7 +135,7 @@ def test_drop_leaves_out_the_end_of_the_order(spec: LoaderSpec, length: int, epo
 @fixed
 @given(loaders(drop_last=True), lengths, epochs)
 def test_drop_last_leaves_out_the_incomplete_batch_and_nothing_else(spec: LoaderSpec, length: int, epoch: int) -> None:
-    """With ``drop_last`` an epoch is the same without its batch of fewer than B samples."""
+    """``drop_last`` removes exactly the batch of fewer than B samples from an epoch."""
     whole = dataclasses.replace(spec, drop_last=False)
     for dropped, kept in zip(plans_of_ranks(spec, length, epoch), plans_of_ranks(whole, length, epoch), strict=True):
         expected = [batch.tolist() for batch in kept if len(batch) == (spec.batch_size or 1)]
@@ -144,7 +144,7 @@ def test_drop_last_leaves_out_the_incomplete_batch_and_nothing_else(spec: Loader
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_pad_and_drop_divide_as_torchs_distributed_sampler(drop_last: bool) -> None:
-    """Without shuffle, each rank gets what torch gives it: ``pad`` is drop_last=False there, ``drop`` is True."""
+    """Without shuffle, each rank gets torch's indices: ``pad`` equals drop_last=False there, ``drop`` True."""
     need("torch")
     from torch.utils.data import DistributedSampler
 
@@ -158,7 +158,7 @@ def test_pad_and_drop_divide_as_torchs_distributed_sampler(drop_last: bool) -> N
             assert joined(Plan(spec, length, 0)).tolist() == list(sampler)
 
 
-# --- Ranks and batches are cut from one order ---------------------------------------------------------------------
+# --- Ranks and batches divide one order ---------------------------------------------------------------------------
 
 
 @fixed
@@ -179,7 +179,7 @@ def test_a_global_batch_is_a_block_of_the_order(spec: LoaderSpec, length: int, e
 @fixed
 @given(st.data(), lengths, epochs)
 def test_twice_the_ranks_with_half_the_batch_go_on_exactly(data: st.DataObject, length: int, epoch: int) -> None:
-    """Where W doubles and B is halved, every global batch stays what it was, so training may change at any k."""
+    """Doubling W and halving B keeps every global batch, so that the world size may change at any k."""
     spec = data.draw(loaders())
     size = data.draw(st.integers(1, 20))
     few = dataclasses.replace(spec, batch_size=2 * size)
@@ -213,14 +213,14 @@ def test_every_batch_but_the_last_has_the_batch_size(spec: LoaderSpec, length: i
 
 
 def test_a_loader_without_batches_has_one_sample_at_each_place() -> None:
-    """``batch_size=None`` gives single samples in the order in which ``batch_size=1`` gives batches of one."""
+    """``batch_size=None`` gives single samples in the order of the batches of ``batch_size=1``."""
     single = Plan(LoaderSpec(dataset="d", batch_size=None, shuffle=True), 9, 0)
     ones = Plan(LoaderSpec(dataset="d", batch_size=1, shuffle=True), 9, 0)
     assert [batch.tolist() for batch in single] == [batch.tolist() for batch in ones]
     assert len(single) == 9
 
 
-# --- A function of its address and of nothing else ----------------------------------------------------------------
+# --- A pure function of the batch's ID ----------------------------------------------------------------------------
 
 
 @fixed
@@ -228,7 +228,7 @@ def test_a_loader_without_batches_has_one_sample_at_each_place() -> None:
 def test_a_batch_does_not_depend_on_what_was_asked_before(
     spec: LoaderSpec, length: int, epoch: int, data: st.DataObject
 ) -> None:
-    """``plan[k]`` is the same k of a full listing, in any order of asking, from a new plan or a used one."""
+    """``plan[k]`` equals batch k of a full listing, in any order of access, for new and used plans."""
     spec = dataclasses.replace(spec, rank=data.draw(st.integers(0, spec.world_size - 1)))
     listing = [batch.tolist() for batch in Plan(spec, length, epoch)]
     used = Plan(spec, length, epoch)
@@ -251,7 +251,7 @@ def test_what_a_caller_does_to_a_batch_changes_no_later_one(shuffle: bool) -> No
 
 
 def test_each_seed_and_epoch_has_an_order_of_its_own() -> None:
-    """No two (seed, epoch) share an order, least of all those with the same sum: (5, 1) is not (6, 0)."""
+    """No two pairs (seed, epoch) share an order, even with the same sum: (5, 1) differs from (6, 0)."""
     orders = {
         (seed, epoch): tuple(Plan(LoaderSpec(dataset="d", batch_size=100, shuffle=True, seed=seed), 100, epoch)[0])
         for seed, epoch in itertools.product([*range(8), 2**32, 2**64 - 1], [*range(8), 2**32, MAX_EPOCH - 1])
@@ -261,14 +261,14 @@ def test_each_seed_and_epoch_has_an_order_of_its_own() -> None:
 
 
 def test_without_shuffle_each_epoch_has_the_order_of_the_dataset() -> None:
-    """Neither seed nor epoch change the order where there is no shuffle."""
+    """Without shuffle, neither seed nor epoch changes the order."""
     for seed, epoch in itertools.product((0, 7), (0, 1, MAX_EPOCH - 1)):
         plan = Plan(LoaderSpec(dataset="d", batch_size=3, seed=seed), 8, epoch)
         assert [batch.tolist() for batch in plan] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_the_order_never_changes() -> None:
-    """Golden orders, of a length that is sorted and of one that goes through the network: runs resume by them."""
+    """Orders of a length that is sorted and of one that uses the network never change: resumed runs depend on them."""
     small = Plan(LoaderSpec(dataset="d", batch_size=4, shuffle=True, seed=1), 10, 0)
     assert [batch.tolist() for batch in small] == [[0, 3, 8, 7], [9, 4, 5, 2], [6, 1]]
     large = Plan(LoaderSpec(dataset="d", batch_size=4, shuffle=True, seed=1, rank=1, world_size=2), 10**6, 3)
@@ -281,7 +281,7 @@ def test_the_order_never_changes() -> None:
 @fixed
 @given(loaders(), epochs)
 def test_an_empty_dataset_has_no_batches(spec: LoaderSpec, epoch: int) -> None:
-    """An epoch of no samples has no batches under any tail, and says so to whoever asks for one."""
+    """An epoch without samples has no batches under any tail, and accessing one raises an error that states so."""
     for plan in plans_of_ranks(spec, 0, epoch):
         assert len(plan) == 0
         assert list(plan) == []
@@ -290,10 +290,10 @@ def test_an_empty_dataset_has_no_batches(spec: LoaderSpec, epoch: int) -> None:
 
 
 def test_a_batch_of_a_huge_epoch_takes_the_memory_of_a_batch() -> None:
-    """Batch 7, and the last one, of 10**12 shuffled samples are found without a list of the epoch."""
+    """Batch 7, and the last one, of 10**12 shuffled samples are computed without a list of the epoch."""
     length = 10**12
     spec = LoaderSpec(dataset="d", batch_size=256, shuffle=True, seed=3)
-    Plan(spec, 2000, 0)[0]  # what NumPy allocates once is not what is measured
+    Plan(spec, 2000, 0)[0]  # warm-up: excludes NumPy's one-time allocations
     tracemalloc.start()
     try:
         plan = Plan(spec, length, 0)
@@ -327,7 +327,7 @@ def test_the_longest_dataset_can_be_planned(tail: Tail, shuffle: bool) -> None:
 @fixed
 @given(loaders(), lengths, st.integers(0, 3))
 def test_a_number_that_is_no_batch_is_refused(spec: LoaderSpec, length: int, beyond: int) -> None:
-    """K below 0 or from len(plan) on is an error that says which batches there are, for the padding too."""
+    """The error for k below 0 or from len(plan) on states the valid range, for padding too."""
     plan = Plan(spec, length, 0)
     for k in (len(plan) + beyond, -1 - beyond):
         expected = f"batch {k} is out of range: epoch 0 " + (
@@ -352,7 +352,7 @@ def test_a_length_or_epoch_out_of_range_is_refused(length: int, epoch: int) -> N
 
 
 def test_an_audit_finds_what_is_missing_and_what_is_repeated() -> None:
-    """The audit can fail: it names the samples that no batch held and those that came more than once."""
+    """The audit lists samples that no batch contained and samples that came more than once."""
     found = audit([np.array([0, 1, 1]), np.array([4, 1])], 6)
     assert found.missing.tolist() == [2, 3, 5]
     assert found.repeated.tolist() == [1]
@@ -366,7 +366,7 @@ def test_an_audit_finds_what_is_missing_and_what_is_repeated() -> None:
 @fixed
 @given(loaders(tail="uneven", drop_last=False), lengths.filter(bool), st.data())
 def test_an_audit_finds_a_batch_that_was_lost_or_doubled(spec: LoaderSpec, length: int, data: st.DataObject) -> None:
-    """An epoch with one batch left out misses exactly its samples; with one batch twice, exactly these are repeated."""
+    """Without one batch, exactly its samples are missing; with one batch twice, exactly these are repeated."""
     batches = [batch for plan in plans_of_ranks(spec, length, 0) for batch in plan]
     chosen = data.draw(st.integers(0, len(batches) - 1))
     samples = np.sort(batches[chosen])

@@ -23,7 +23,7 @@ STATES = st.none() | st.text(max_size=20)
 
 @st.composite
 def _fields(draw: st.DrawFn) -> dict[str, Any]:
-    """Any spec that can be made, as its fields."""
+    """Return the fields of any valid spec."""
     world_size = draw(st.integers(1, MAX_WORLD_SIZE))
     session = draw(NAMES)
     num_workers = 0 if session is None else draw(st.integers(0, 5))
@@ -103,7 +103,7 @@ def test_the_key_never_changes() -> None:
 @fixed
 @given(fields, fields)
 def test_equal_specs_have_equal_keys_and_others_have_not(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """The key depends on the fields' values and on nothing else, such as their order in the JSON, or `delivered`."""
+    """The key depends only on the fields' values, not on their order in the JSON, or on `delivered`."""
     spec = LoaderSpec.from_json(one)
     assert LoaderSpec.from_json(dict(reversed(one.items()))).key == spec.key
     same = {**one, "delivered": None} == {**other, "delivered": None}
@@ -140,7 +140,7 @@ def test_equal_specs_have_equal_keys_and_others_have_not(one: dict[str, Any], ot
     ids=str,
 )
 def test_every_field_is_in_the_key(change: dict[str, Any]) -> None:
-    """Loaders that differ in any one field have different keys, as their batches or frames differ."""
+    """Loaders that differ in one field have different keys, since their batches or frames differ."""
     changed = LoaderSpec(**{"dataset": "d", **change})
     others = [LoaderSpec(dataset="d", session=session) for session in (None, "s")]
     assert changed.key not in [other.key for other in others if other != changed]
@@ -153,7 +153,7 @@ def test_every_field_is_in_the_key(change: dict[str, Any]) -> None:
 @fixed
 @given(fields)
 def test_a_spec_survives_json(values: dict[str, Any]) -> None:
-    """What a client sends is what the server has: every field, equal, with the same key."""
+    """The server's spec equals the client's in every field, with the same key."""
     spec = LoaderSpec(**values)
     assert json.loads(json.dumps(spec.to_json())) == values
     again = LoaderSpec.from_json(json.loads(json.dumps(spec.to_json())))
@@ -172,7 +172,7 @@ def test_a_field_left_out_has_its_default() -> None:
 
 
 def test_an_unknown_field_is_refused() -> None:
-    """A misspelt field is an error that lists the fields that there are, not a default taken in silence."""
+    """An unknown field raises an error that lists the known ones, instead of being ignored."""
     with pytest.raises(InvalidSpec) as caught:
         LoaderSpec.from_json({"dataset": "d", "batchsize": 4})
     assert str(caught.value) == (
@@ -183,7 +183,7 @@ def test_an_unknown_field_is_refused() -> None:
 
 
 def test_a_spec_without_a_dataset_is_refused() -> None:
-    """The error says where to look for the datasets."""
+    """The error states where to find the datasets."""
     with pytest.raises(InvalidSpec, match="missing field 'dataset' in the loader spec: GET /v1/datasets lists"):
         LoaderSpec.from_json({"batch_size": 4})
 
@@ -192,7 +192,7 @@ def test_a_spec_without_a_dataset_is_refused() -> None:
     ("body", "name"), [(None, "NoneType"), ([], "list"), ("dataset", "str"), (4, "int"), (True, "bool")]
 )
 def test_a_spec_that_is_no_object_is_refused(body: object, name: str) -> None:
-    """The error says what came instead."""
+    """The error has the value that was received instead."""
     with pytest.raises(InvalidSpec, match=f"a loader spec must be a JSON object, got {name}"):
         LoaderSpec.from_json(body)
 
@@ -203,7 +203,7 @@ NOT_NUMBERS: tuple[object, ...] = (-1, 0.5, 1.0, "1", True, [1], float("nan"), 2
 NOT_FLAGS: tuple[object, ...] = (0, 1, "true", None, [])
 NOT_NAMES: tuple[object, ...] = ("", 4, b"f", ["f"], True)
 NEEDED: dict[str, dict[str, Any]] = {"rank": {"world_size": 4}, "shard_states": {"session": "s", "num_workers": 2}}
-"""What other fields must be for the ranges below."""
+"""Required values of other fields for the ranges below."""
 
 REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("dataset", "the name of a hosted dataset", ("", None, 4, b"train", ["train"])),
@@ -233,7 +233,7 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("name", "expected", "value"), [(name, expected, value) for name, expected, values in REFUSED for value in values]
 )
 def test_a_value_that_no_loader_can_have_is_refused(name: str, expected: str, value: object) -> None:
-    """The sentence names the field, what it may be and what it was; whoever made the spec, Python or JSON."""
+    """The error has the field, its valid range and its value, for specs from Python and from JSON."""
     values: dict[str, Any] = {"dataset": "d", **NEEDED.get(name, {}), name: value}
     for make in (lambda fields: LoaderSpec(**fields), LoaderSpec.from_json):
         with pytest.raises(InvalidSpec) as caught:
@@ -285,7 +285,7 @@ def test_a_value_is_not_repeated_at_length(field: str) -> None:
 
 
 def test_the_name_of_a_field_is_not_repeated_at_length() -> None:
-    """As above."""
+    """The error truncates the name of an unknown field."""
     with pytest.raises(InvalidSpec, match="unknown field 'xxx") as caught:
         LoaderSpec.from_json({"dataset": "d", "x" * 10**6: 0})
     assert len(str(caught.value)) < 500
@@ -293,7 +293,7 @@ def test_the_name_of_a_field_is_not_repeated_at_length() -> None:
 
 @pytest.mark.parametrize("own", [{"order": "client"}, {"num_workers": 1}, {"in_process": True}], ids=str)
 def test_what_is_ones_own_needs_a_session(own: dict[str, Any]) -> None:
-    """What is not a function of the spec cannot be shared with whoever has an equal one."""
+    """Fields that make batches depend on more than the spec require a session, so that loaders do not share them."""
     with pytest.raises(InvalidSpec, match="require a session, got session=null"):
         LoaderSpec.from_json({"dataset": "d", **own})
     mine = LoaderSpec.from_json({"dataset": "d", "session": "mine", **own})
@@ -302,13 +302,13 @@ def test_what_is_ones_own_needs_a_session(own: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("states", [[1], [b"x"], [["a"]], [{}], [True]], ids=repr)
 def test_a_shards_state_is_text_or_nothing(states: list[Any]) -> None:
-    """What a frame said of it."""
+    """A shard's state is null or a string of limited length."""
     with pytest.raises(InvalidSpec, match="shard_states must contain nulls or strings of up to 786,432 characters"):
         LoaderSpec(dataset="d", shard_states=states)
 
 
 def test_there_is_a_state_for_each_shard() -> None:
-    """One without workers; a list and a tuple are the same spec, which can be a key."""
+    """Without workers there is one shard; a list and a tuple of states make equal, hashable specs."""
     assert LoaderSpec(dataset="d", shard_states=["x"]).shard_states == ("x",)
     three: dict[str, Any] = {"dataset": "d", "session": "s", "num_workers": 3}
     assert LoaderSpec(**three, shard_states=["x", None, "y"]) == LoaderSpec(**three, shard_states=("x", None, "y"))
@@ -316,7 +316,7 @@ def test_there_is_a_state_for_each_shard() -> None:
 
 
 def test_the_ends_of_the_ranges_are_valid() -> None:
-    """The ranges in the errors are the real ones."""
+    """The ends of the ranges in the errors are valid values."""
     largest = LoaderSpec(
         dataset="d", batch_size=MAX_BATCH_SIZE, seed=2**64 - 1, world_size=MAX_WORLD_SIZE, rank=MAX_WORLD_SIZE - 1
     )
@@ -334,7 +334,7 @@ def test_a_spec_cannot_be_changed() -> None:
 
 
 def test_states_of_all_shards_fit_in_one_spec_together() -> None:
-    """Each shard has an equal part of the limit, so what servers accept as one state can be registered with others."""
+    """Each shard has an equal part of the limit, so that states that servers accept can be registered together."""
     shards: dict[str, Any] = {"dataset": "d", "session": "s", "num_workers": 4}
     part = MAX_STATES // 4
     full = LoaderSpec(**shards, shard_states=["x" * part] * 4)

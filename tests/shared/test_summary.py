@@ -25,7 +25,7 @@ class Record:
 
 
 def test_an_array_has_type_shape_and_range() -> None:
-    """Whatever holds it."""
+    """The summary of an array has dtype, shape and range, whatever contains the array."""
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     for batch, path in (
         (array, "batch"), ({"a": array}, "batch['a']"), ([{"a": array}], "batch[0]['a']"), ((array,), "batch[0]"),
@@ -35,7 +35,7 @@ def test_an_array_has_type_shape_and_range() -> None:
 
 
 def test_a_plain_value_has_its_class_and_what_it_is() -> None:
-    """So do lists of plain values; long ones are cut."""
+    """The summary of a plain value, or of a list of such values, has class and value; long lists are truncated."""
     parts = summarize({"a": 5, "b": ["x", "y"], "c": None, "d": "z" * 500})
     assert [(part.path, part.type, part.shape, part.value[:6]) for part in parts] == [
         ("batch['a']", "int", None, "5"), ("batch['b']", "list", None, "['x', "),
@@ -45,13 +45,13 @@ def test_a_plain_value_has_its_class_and_what_it_is() -> None:
 
 
 def test_types_that_numpy_does_not_have_keep_their_names() -> None:
-    """Their range is not that of their bits."""
+    """Dtypes that NumPy lacks have a name but no range, since that of their bits would be wrong."""
     leaf = ArrayLeaf("bfloat16", "tensor", np.zeros(3, np.uint16))
     assert summarize([leaf]) == [Part("batch[0]", "bfloat16", (3,), "")]
 
 
 def test_a_tensor_is_an_array() -> None:
-    """With torch's name of its type."""
+    """The summary of a tensor has torch's name of its dtype."""
     need("torch")
     import torch
 
@@ -60,10 +60,10 @@ def test_a_tensor_is_an_array() -> None:
 
 @pytest.mark.parametrize("batch", [np.empty((0, 3)), np.array([1 + 2j])])
 def test_what_has_no_range_has_none(batch: Any) -> None:
-    """Nothing, and complex numbers."""
+    """Empty arrays and complex numbers have no range."""
     assert summarize(batch)[0].value == ""
 
 
 def test_the_parts_of_a_very_long_batch_end_somewhere() -> None:
-    """A batch of ragged lists may have one for each sample and more."""
+    """The number of parts is limited, since a batch of ragged lists may have one or more for each sample."""
     assert len(summarize([np.zeros(1)] * 10_000)) == MAX_PARTS

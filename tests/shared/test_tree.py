@@ -1,4 +1,4 @@
-"""A batch is described by msgpack's own types and its arrays in order; nothing else is described, or believed."""
+"""A batch is described by msgpack's own types and its arrays in order; all other descriptions are rejected."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ KINDS = (
     *("tuple", "namedtuple", "dataclass", "dict", "ordereddict", "defaultdict", "counter", "set", "frozenset", "deque"),
     *("complex", "int", "range"),
 )
-"""All kinds of node but that of arrays."""
+"""All kinds of nodes except arrays."""
 
 
 def no_leaf(name: str, shape: tuple[int, ...], kind: str) -> Any:
-    """For descriptions that must be refused before an array is made."""
+    """Fail: descriptions that must be rejected may not reach an array."""
     raise AssertionError(f"an array of {name} was made, with {len(shape)} dimensions and kind {kind!r}")
 
 
@@ -116,7 +116,7 @@ def test_a_plain_value_is_described_and_built_again(value: object, node: object)
     ids=repr,
 )
 def test_an_array_is_described_by_type_shape_and_kind(value: Any, node: list[Any]) -> None:
-    """A leaf stands in the description as [dtype, shape, kind], whatever its byte order."""
+    """A leaf is described as [dtype, shape, kind], whatever its byte order."""
     description, leaves = flatten(value)
     assert description == {"array": node}
     assert [(leaf.dtype_name, list(leaf.shape), leaf.kind) for leaf in leaves] == [tuple(node)]
@@ -165,7 +165,7 @@ def test_any_batch_survives(batch: Any) -> None:
 @fixed
 @given(plain_trees)
 def test_a_description_is_made_of_msgpacks_own_types(batch: Any) -> None:
-    """Every map of a description has one string key and no extension type occurs: any language can walk it."""
+    """Each map of a description has one string key, without extension types, so that any language can read it."""
 
     def walk(node: Any) -> None:
         assert type(node) in (dict, list, str, bytes, int, float, bool, type(None))
@@ -203,7 +203,7 @@ def test_tensors_of_torch_are_leaves() -> None:
 
 @pytest.mark.parametrize("name", ["float128", "complex32", "str96", ""])
 def test_an_array_that_is_yet_to_be_written_must_be_of_a_known_type(name: str) -> None:
-    """What a collate function promises to write is checked like an array: the error has its path."""
+    """The dtype that a collate function promises to write is checked like an array's: the error has its path."""
 
     @dataclass
     class Promise:
@@ -219,7 +219,7 @@ def test_an_array_that_is_yet_to_be_written_must_be_of_a_known_type(name: str) -
         flatten({"a": [0, Promise(name)]})
 
 
-# --- What cannot travel -------------------------------------------------------------------------------------------
+# --- Unsupported values -------------------------------------------------------------------------------------------
 
 
 class Colour(enum.IntEnum):
@@ -260,7 +260,7 @@ class Colour(enum.IntEnum):
     ids=label,
 )
 def test_what_cannot_travel_is_refused_with_its_path(batch: object, sentence: str) -> None:
-    """The error says where in the batch it is and what it is."""
+    """The error has the value's path in the batch, and its type."""
     with pytest.raises(EncodeError) as caught:
         flatten(batch)
     assert str(caught.value).startswith(sentence)
@@ -268,7 +268,7 @@ def test_what_cannot_travel_is_refused_with_its_path(batch: object, sentence: st
 
 
 def test_what_cannot_travel_is_told_what_can() -> None:
-    """The error says what to do."""
+    """The error for an unsupported value states what to do."""
     with pytest.raises(EncodeError, match=r"Convert the value to one of these types$"):
         flatten({"a": object()})
     with pytest.raises(EncodeError, match=r"Supported dtypes: bool, int8, .* float8_e5m2fnuz$"):
@@ -276,7 +276,7 @@ def test_what_cannot_travel_is_told_what_can() -> None:
 
 
 def subclass(base: type) -> type:
-    """A class of somebody's own that is more than its base."""
+    """Return a user-defined subclass with additional state."""
     return type("Own", (base,), {})
 
 
@@ -285,14 +285,14 @@ def subclass(base: type) -> type:
     [str, bytes, int, float, complex, list, tuple, dict, OrderedDict, defaultdict, Counter, set, frozenset, deque],
 )
 def test_a_subclass_that_would_arrive_as_less_is_refused(base: type) -> None:
-    """It never becomes its base silently; the error says how to make it so."""
+    """A subclass is never converted to its base silently; the error states how to convert it."""
     builtin = dict if issubclass(base, dict) else base
     with pytest.raises(EncodeError, match=rf"^cannot encode batch\[0\]: .*Own\. .* example with {builtin.__name__}\("):
         flatten([subclass(base)()])
 
 
 def test_a_dataclass_that_is_also_a_builtin_container_is_refused() -> None:
-    """What it holds as a dict or a list is no field."""
+    """Such a dataclass is rejected, because its items as a container are not fields."""
     mapping: Any = make_dataclass("Output", [("loss", Any, 0)], bases=(OrderedDict,))
     with pytest.raises(EncodeError, match=r"^cannot encode batch: unsupported type .*Output\. .* example with dict\("):
         flatten(mapping())
@@ -303,18 +303,18 @@ Item = TypeVar("Item")
 
 @dataclass
 class Generously(Generic[Item]):
-    """A dataclass whose instances may hold more than its fields."""
+    """Dataclass whose instances may have attributes other than its fields."""
 
     item: Item
 
     @cached_property
     def twice(self) -> list[Item]:
-        """Computed when it is asked for."""
+        """Return a value that is computed on first access."""
         return [self.item] * 2
 
 
 def test_what_an_instance_holds_besides_its_fields_is_not_lost_silently() -> None:
-    """An attribute that is no field is an error; what is computed from fields, or left there by typing, is not."""
+    """Attributes other than fields raise an error, except cached properties and those of typing."""
     box = Generously[int](1)
     assert box.twice == [1, 1]
     assert_same(unflatten(described(box), no_leaf), box)
@@ -382,14 +382,14 @@ def test_a_batch_that_holds_itself_is_refused() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_whole_number_may_have_4300_digits(sign: int) -> None:
-    """So many digits does Python read by default; a longer number is an error on this side, with its path."""
+    """Integers up to Python's default limit for reading are sent; the error for longer ones has their path."""
     for value in (sign * 10**4299, sign * (10**4300 - 1)):
         assert unflatten(described([value]), no_leaf) == [value]
     with pytest.raises(EncodeError, match=r"^cannot encode batch\['n'\]"):
         flatten({"n": sign * 10**4300})
 
 
-# --- What is not believed -----------------------------------------------------------------------------------------
+# --- Invalid descriptions -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_whole_number_may_have_4300_digits(sign: int) -> None:
     ids=lambda node: repr(node)[:40],
 )
 def test_a_description_that_is_none_is_refused(node: object) -> None:
-    """Whatever is not one of the documented nodes is a ProtocolError, before an array is made."""
+    """Nodes other than the documented ones raise ProtocolError before an array is created."""
     with pytest.raises(ProtocolError):
         unflatten(node, no_leaf)
 
@@ -492,7 +492,7 @@ FORGED: list[tuple[object, object, object, object]] = [
     ("m", "A", ["x=print('forged')"], [1]),
     ("m", "A", ["__class__"], [1]),
     ("m", "A", ["__dict__"], [{"dict": []}]),
-    # one identifier to Python's parser, which normalises names
+    # the same identifier for Python's parser, which normalizes names
     ("m", "A", ["ﬁ", "fi"], [1, 2]),
 ]
 
@@ -507,7 +507,7 @@ def test_a_forged_class_is_refused(kind: str, module: object, name: object, name
 
 @pytest.mark.parametrize("names", [["_make"], ["_1"], ["_x"]])
 def test_a_namedtuple_cannot_have_fields_that_are_methods(names: list[str]) -> None:
-    """Names that begin with an underscore are its methods', but for those that rename=True makes."""
+    """Field names that begin with an underscore are rejected, except those that rename=True generates."""
     with pytest.raises(ProtocolError):
         unflatten({"namedtuple": ["m", "A", names, [1]]}, no_leaf)
 
@@ -545,7 +545,7 @@ class Labelled(Point):
 
 @dataclass
 class Careful:
-    """Code of it that runs would be noticed."""
+    """Class that records if its code runs."""
 
     x: Any
     y: Any = field(default=5)
@@ -568,7 +568,7 @@ class Careful:
     ids=repr,
 )
 def test_a_class_that_the_reader_has_is_used(value: Any) -> None:
-    """What was an instance of it is one again: isinstance and methods work, and == says that nothing changed."""
+    """An instance of a class that the reader has becomes an equal instance of it, with working methods."""
     got = unflatten(described(value), no_leaf)
     assert type(got) is type(value)
     assert got == value
@@ -595,7 +595,7 @@ class Hidden(type):
 
 
 class Proxy:
-    """An object that pretends to be a class, as lazy ones do, and notices it."""
+    """Object that pretends to be a class, as lazy proxies do, and records accesses."""
 
     def __getattribute__(self, name: str) -> Any:
         raise AssertionError(f"{name} was looked at")
@@ -616,7 +616,7 @@ class LazyModule(types.ModuleType):
 
 
 def with_finalizer() -> type:
-    """A dataclass whose instances have a last word."""
+    """Return a dataclass with a finalizer."""
 
     def last_word(self: object) -> None:
         raise AssertionError("a finalizer was run")
@@ -686,7 +686,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 @pytest.mark.parametrize("kind", ["namedtuple", "dataclass"])
 @pytest.mark.parametrize("thing", UNFIT)
 def test_a_class_that_does_not_fit_is_left_alone(module: types.ModuleType, kind: str, thing: str) -> None:
-    """Other fields, or code that would run: then the reader makes a class of its own, with that name and fields."""
+    """For a class with other fields, or whose code would run, the reader creates its own class with that name."""
     module.__dict__["Thing"] = UNFIT[thing]()
     got = unflatten({kind: ["readers_own", "Thing", ["x", "y"], [1, 2]]}, no_leaf)
     assert type(got) is not module.__dict__["Thing"]
@@ -695,7 +695,7 @@ def test_a_class_that_does_not_fit_is_left_alone(module: types.ModuleType, kind:
 
 
 def test_a_module_that_is_more_than_a_module_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking into it could load it; and a module's __getattr__ is not asked."""
+    """Lazy modules are not loaded, and a module's __getattr__ is not called."""
     monkeypatch.setitem(sys.modules, "readers_own", LazyModule("readers_own"))
     node = {"namedtuple": ["readers_own", "Point", ["x"], [1]]}
     assert unflatten(node, no_leaf).x == 1
@@ -706,7 +706,7 @@ def test_a_module_that_is_more_than_a_module_is_left_alone(monkeypatch: pytest.M
 
 
 def test_keys_are_never_hashed_by_code_of_their_class(module: types.ModuleType) -> None:
-    """A namedtuple with a hash of its own is a plain one as a key, and itself as a value."""
+    """A namedtuple with its own hash arrives as a plain one as a key, and unchanged as a value."""
 
     class Thing(Point):
         def __hash__(self) -> int:
@@ -723,7 +723,7 @@ def test_keys_are_never_hashed_by_code_of_their_class(module: types.ModuleType) 
 
 
 def test_a_class_that_the_reader_has_not_is_made_once() -> None:
-    """Two equal nodes share one new type, that can do what such types can."""
+    """Two equal nodes share one new class, with the usual methods of such classes."""
 
     @dataclass(frozen=True)
     class Local:
@@ -777,7 +777,7 @@ def test_classes_and_their_fields_are_few(kind: str) -> None:
 
 
 def test_a_batch_of_too_many_classes_is_refused_where_it_is_made() -> None:
-    """What a reader would refuse is not sent."""
+    """A batch with more classes than a reader accepts is rejected by the writer."""
     wide = make_dataclass("Wide", [f"f{i}" for i in range(RecordTypes.MOST_FIELDS)])
     with pytest.raises(EncodeError, match=r"cannot encode batch\[1\], a .*Wide: more than 64 "):
         flatten([Box(1, 2), wide(*[0] * RecordTypes.MOST_FIELDS)])
@@ -821,7 +821,7 @@ def _is_read(node: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def test_reading_imports_nothing() -> None:
-    """Building a batch, whatever it names, loads no module."""
+    """Reading a batch imports no module, whatever names it contains."""
     code = (
         "import json, sys; from teleloader_shared.tree import unflatten; before = set(sys.modules);"
         "[unflatten({kind: ['antigravity', 'os.this', ['os', 'this'], [{'dict': [['wave', 1]]}, {'int': '99'}]]}, None)"
@@ -844,7 +844,7 @@ def test_tuples_that_c_functions_return_arrive_as_tuples() -> None:
     }
 
 
-# --- Whatever comes -----------------------------------------------------------------------------------------------
+# --- Arbitrary input ----------------------------------------------------------------------------------------------
 
 
 node_kinds = st.sampled_from([*KINDS, "array", "list", "", "k"])

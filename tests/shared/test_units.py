@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting of numbers for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from teleloader_shared import units
     ],
 )  # fmt: skip
 def test_sizes_are_in_powers_of_1024(nbytes: float, text: str) -> None:
-    """With three digits."""
+    """Sizes are in the largest fitting power of 1024; fractions have three significant digits."""
     assert units.size(nbytes) == text
 
 
@@ -25,7 +25,7 @@ def test_sizes_are_in_powers_of_1024(nbytes: float, text: str) -> None:
     [(0, "0"), (0.01234, "0.0123"), (1.5, "1.5"), (99.94, "99.9"), (99.96, "100"), (12345.6, "12,346")],
 )
 def test_numbers_have_three_digits_or_none_after_the_point(value: float, text: str) -> None:
-    """Whole numbers keep all of theirs."""
+    """Whole numbers keep all digits; fractions have three significant digits."""
     assert units.number(value) == text
 
 
@@ -37,7 +37,7 @@ def test_numbers_have_three_digits_or_none_after_the_point(value: float, text: s
     ],
 )  # fmt: skip
 def test_times_are_in_the_unit_that_fits(value: float, text: str) -> None:
-    """The larger ones in two."""
+    """Times are in a fitting unit; long ones in two units."""
     assert units.seconds(value) == text
 
 
@@ -49,11 +49,11 @@ def test_times_are_in_the_unit_that_fits(value: float, text: str) -> None:
     ],
 )  # fmt: skip
 def test_one_thing_is_no_plural(count: int, names: tuple[str, ...], text: str) -> None:
-    """With an s, or whatever the plural is."""
+    """A count of one has a singular noun; plurals have an s, or their own form."""
     assert units.counted(count, *names) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0 %"), (0.003, "0.3 %"), (0.07, "7 %"), (1, "100 %")])
 def test_shares_are_in_percent(value: float, text: str) -> None:
-    """What is little is not nothing."""
+    """Fractions are printed in percent; small ones are not rounded to 0 %."""
     assert units.share(value) == text

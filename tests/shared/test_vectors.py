@@ -1,6 +1,6 @@
-"""The test vectors, and the examples of docs/protocol.md, are what other people's libraries make of them.
+"""Other libraries read the test vectors, and the examples of docs/protocol.md, as documented.
 
-The vectors are read here by Python's plain msgpack and by Node's ``@msgpack/msgpack``, without code of ours.
+These tests read the vectors by Python's msgpack package and by Node's ``@msgpack/msgpack``, without teleloader's code.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PROTOCOL = (HERE.parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8"
 
 
 def expected(name: str) -> dict[str, Any]:
-    """What any reader must find in a vector."""
+    """Return the expected content of a vector."""
     record: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))
     return record
 
 
 def lacking(reason: str) -> None:
-    """Skip a test for what the machine does not have; in CI it must have it."""
+    """Skip a test for a missing program; in CI, fail it."""
     if os.environ.get("CI"):
         pytest.fail(f"{reason}, and in CI it must be there")
     pytest.skip(reason)
@@ -90,7 +90,7 @@ def test_the_generator_makes_the_vectors_byte_for_byte(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_codec_reads_each_vector(name: str) -> None:
-    """What was written long ago is the batch that it was."""
+    """The codec reads the vectors of earlier versions as the same batches."""
     _, batch_id, batch, how = vectors()[name]
     found = read(KeptMemory(np.fromfile(HERE / f"{name}.tlf", np.uint8)))
     assert (found.batch_id, found.padding) == (batch_id, how.get("padding", 0))
@@ -176,7 +176,7 @@ def test_pythons_msgpack_reads_each_vector(name: str) -> None:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """The output of a program; one that cannot do its work is lacking."""
+    """Return the output of a program; if it does not work, call `lacking`."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90, check=True)
     except subprocess.CalledProcessError as error:
@@ -188,7 +188,7 @@ def run(command: list[str], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def node_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which read_frame.mjs can be run, with the one package that it needs."""
+    """Return a folder in which read_frame.mjs runs, with the one package that it requires."""
     for program in ("node", "npm"):
         if shutil.which(program) is None:
             lacking(f"{program} is not installed")

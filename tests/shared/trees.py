@@ -25,7 +25,7 @@ class Point(NamedTuple):
 
 
 Nothing = namedtuple("Nothing", [])
-# rename=True puts _0 in the place of a name that Python cannot have, such as a column called "class"
+# rename=True replaces an invalid name, such as a column "class", by _0
 Columns = namedtuple("Columns", ["class", "id"], rename=True)
 
 
@@ -39,7 +39,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A dataclass that lets nothing be set, and keeps its fields in slots; one is not set by the constructor."""
+    """Frozen dataclass with slots; its constructor does not set one field."""
 
     name: Any
     size: Any = field(init=False, default=0)
@@ -66,7 +66,7 @@ def keep(bits: NDArray[Any], name: str, kind: str) -> Any:
 
 
 class KeptMemory(Bits):
-    """Memory of a frame whose leaves are made by `keep`."""
+    """Memory of a frame whose leaves are created by `keep`."""
 
     __slots__ = ()
 
@@ -102,7 +102,7 @@ def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
 
 
 def items_by_field(record: Any) -> dict[str, Any]:
-    """What a namedtuple or a dataclass holds."""
+    """Return the values of a namedtuple or dataclass by field."""
     if isinstance(record, tuple):
         return dict(zip(record._fields, record, strict=True))  # type: ignore[attr-defined]
     return {field.name: getattr(record, field.name) for field in fields(record)}
@@ -159,7 +159,7 @@ plain = (
     | st.text(max_size=8)
     | st.binary(max_size=8)
 )
-# equal to themselves alone, so that a set is the same set when it is made again
+# equal only to themselves, so that a recreated set equals the original
 _elements = st.integers(-(2**300), 2**300) | st.text(max_size=8) | st.binary(max_size=8)
 _key = st.none() | numbers | st.text(max_size=8) | st.binary(max_size=8)
 keys = _key | st.tuples(_key, _key) | st.builds(Point, _key, _key) | st.frozensets(_elements, max_size=2)
@@ -187,6 +187,6 @@ def containers(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 trees: st.SearchStrategy[Any] = st.recursive(plain | arrays() | scalars, containers, max_leaves=10)
-"""Any batch."""
+"""Strategy for batches."""
 plain_trees: st.SearchStrategy[Any] = st.recursive(plain, containers, max_leaves=10)
-"""Any batch without arrays."""
+"""Strategy for batches without arrays."""

@@ -1,7 +1,7 @@
-"""Writes the test vectors: for each of a few batches a frame (``.tlf``) and what any reader finds in it (``.json``).
+"""Generator of the test vectors: a frame (``.tlf``) and its expected content (``.json``) for each of several batches.
 
-Run it when the format changes, never to make a test pass: ``python tests/shared/vectors/generate.py``. What JSON cannot
-say is tagged: ``{"$int": "18446744073709551615"}``, ``{"$float": "nan"}``, ``{"$bytes": "00ff"}``.
+Run it when the format changes, never to make a test pass: ``python tests/shared/vectors/generate.py``. Values without a
+JSON form are tagged: ``{"$int": "18446744073709551615"}``, ``{"$float": "nan"}``, ``{"$bytes": "00ff"}``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from teleloader_shared.tree import Tensor, flatten
 HERE = Path(__file__).parent
 
 
-# of a module that no reader has; one field has a name outside ASCII
+# of a module that no reader has; one field has a non-ASCII name
 Point = namedtuple("Point", ["x", "größe"], module="shapes.plane")
 Box = make_dataclass("Box", ["corner", "filled"])
 Box.__module__ = "shapes.solid"
 
 
 def tensor(values: Any, dtype: str) -> Any:
-    """An array that arrives as a torch tensor where there is torch."""
+    """Return an array that arrives as a torch tensor if torch is installed."""
     return np.array(values, dtype).view(Tensor)
 
 
 def vectors() -> dict[str, tuple[str, BatchId, Any, dict[str, Any]]]:
-    """By file name: what it shows, batch_id, batch or failure, and how it is encoded."""
+    """Return description, batch ID, batch or failure, and encoding of each vector by file name."""
     key = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
     pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3).view(Tensor)
     return {
@@ -104,7 +104,7 @@ def vectors() -> dict[str, tuple[str, BatchId, Any, dict[str, Any]]]:
 
 
 def tagged(value: Any) -> Any:
-    """The value in what JSON can say of it."""
+    """Return a value in JSON form."""
     match value:
         case dict():
             return {name: tagged(item) for name, item in value.items()}
@@ -123,7 +123,7 @@ def tagged(value: Any) -> Any:
 
 
 def described(about: str, frame: bytes, batch: Any, how: dict[str, Any]) -> dict[str, Any]:
-    """What a reader must find in the frame."""
+    """Return the expected content of a frame."""
     header_size = int.from_bytes(frame[30:34])
     leaves = [] if isinstance(batch, Failure) else flatten(batch)[1]
     arrays = []
