@@ -1,4 +1,4 @@
-"""A real browser for tests of pages, and what each of its visits must be free of."""
+"""A real browser for tests of pages, and checks after each visit."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ CONTRAST = """
   return pale;
 }
 """
-"""The visible texts whose contrast is below the 4.5 that WCAG asks for."""
+"""Script that returns visible texts with a contrast below the 4.5 that WCAG requires."""
 
 
 @contextmanager
 def a_browser() -> Iterator[Browser]:
-    """A headless Chromium: the machine's own, or else the one that playwright has installed."""
+    """Yield a headless Chromium: the machine's own, or the one that playwright installed."""
     pytest.importorskip("playwright")
     from playwright.sync_api import Error, sync_playwright
 
     found = next(filter(None, map(shutil.which, CHROMIUMS)), None)
     with sync_playwright() as playwright:
         try:
-            # a sandbox is not to be had in most containers, and the pages are our own
+            # most containers support no sandbox, and the pages are teleloader's own
             arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
             browser = playwright.chromium.launch(executable_path=found, args=arguments)
         except Error as error:
@@ -62,25 +62,25 @@ def a_browser() -> Iterator[Browser]:
 
 
 class Visit:
-    """One page in a browser of its own, and what went wrong on it."""
+    """One page in its own browser, and its errors."""
 
     def __init__(self, browser: Browser, **options: Any) -> None:
         self._context = browser.new_context(**options)
         self.page: Page = self._context.new_page()
         self.complaints: list[str] = []
-        """What the console said and what scripts raised."""
+        """Messages of the console, and exceptions of scripts."""
         self.hosts: set[str] = set()
-        """Whom the page asked for something."""
+        """Hosts to which the page sent requests."""
         self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
 
     def forgive(self, cause: str) -> None:
-        """Drop the complaints that the test itself has caused: those that name `cause`."""
+        """Drop errors that the test itself caused: those that contain `cause`."""
         self.complaints = [complaint for complaint in self.complaints if cause not in complaint]
 
     def end(self, url: str) -> None:
-        """Close it; there must have been no complaint, and nobody asked but the server itself."""
+        """Close the page; check that it had no errors, and sent requests only to the server."""
         self._context.close()
         assert not self.complaints, self.complaints
         assert self.hosts == {urlsplit(url).netloc}, self.hosts

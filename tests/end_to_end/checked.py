@@ -1,4 +1,4 @@
-"""Datasets that are looked at before they are depended on: good ones, and what is wrong with others."""
+"""Datasets to check: valid ones, and ones with problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ dicts = Samples(SAMPLES["dict"])
 
 
 def talkative() -> Samples:
-    """What its code prints is not part of any answer."""
+    """Return a dataset that prints, which must not disturb the output."""
     print("{building}")
 
     def make(index: int) -> int:
@@ -30,7 +30,7 @@ def talkative() -> Samples:
 
 
 class OwnGenerator:
-    """Draws from a generator that nobody seeds for a batch."""
+    """Dataset that draws from a generator that is not seeded for each batch."""
 
     def __init__(self) -> None:
         self._generator = np.random.default_rng(3)
@@ -106,7 +106,7 @@ def _slow_sample(index: int) -> int:
 
 
 slowly = Samples(_slow_sample, 1_000_000)
-"""Takes its time, and has an epoch that does not end."""
+"""Dataset with slow samples and a very long epoch."""
 
 
 def collate_total(samples: list[int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Whether two batches are the same, to the bit."""
+"""Bitwise comparison of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of torch's contract share: both loaders run on one dataset, and the datasets that they run on."""
+"""Helpers for tests of torch's contract: running both loaders on one dataset, and the datasets."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ except ModuleNotFoundError:  # the tests skip
     TorchLoader = get_worker_info = None
     Dataset = IterableDataset = object
 
-__all__ = ["Dataset", "IterableDataset", "TorchLoader", "get_worker_info", "torch"]  # and all that is made here
+__all__ = ["Dataset", "IterableDataset", "TorchLoader", "get_worker_info", "torch"]  # and this module's definitions
 
 SEED = 20
 
 
 @pytest.fixture(autouse=True)
 def torch_is_there() -> None:
-    """To be imported by modules whose every test compares with torch."""
+    """Skip tests without torch, for modules that compare with it in every test."""
     need("torch")
 
 
@@ -42,7 +42,7 @@ def torch_is_there() -> None:
 
 
 def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
-    """Same containers, same element types, same bits: tensors too, NaN among them."""
+    """Assert that containers, dtypes and bits are equal, including tensors and NaN."""
     compare.assert_same(got, expected, path)
     assert _bits(got) == _bits(expected), path
 
@@ -60,14 +60,14 @@ def _bits(batch: Any) -> Any:
 
 
 def seed_everything(seed: int = SEED) -> None:
-    """As a training script does at its beginning."""
+    """Seed all generators, as a training script does at its start."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def torchs(dataset: Any, **arguments: Any) -> Any:
-    """Torch's loader. Its workers are forked, as ours are, also where Python's default is another."""
+    """Return torch's loader, with forked workers on every platform and Python version, as in teleloader."""
     if arguments.get("num_workers"):
         arguments.setdefault("multiprocessing_context", "fork")
     return TorchLoader(dataset, **arguments)
@@ -75,7 +75,7 @@ def torchs(dataset: Any, **arguments: Any) -> Any:
 
 @contextmanager
 def ours(dataset: Any, *, serve_with: dict[str, Any] | None = None, **arguments: Any) -> Iterator[DataLoader]:
-    """Our loader, with its own server."""
+    """Yield a teleloader DataLoader with its own server."""
     with serve(dataset, **{"num_workers": 2, **(serve_with or {})}) as url:
         yield DataLoader(RemoteDataset(url), **arguments)
 
@@ -97,7 +97,7 @@ def few_cpus_are_fine() -> Iterator[None]:
 
 
 def random_states() -> tuple[Any, ...]:
-    """Where the generators of this process stand."""
+    """Return the states of this process's generators."""
     numpys: Any = np.random.get_state()
     return random.getstate(), numpys[1].tobytes(), torch.get_rng_state()
 
@@ -110,7 +110,7 @@ def both(
     serve_with: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> list[list[Any]]:
-    """Assert that both loaders give the same epochs under the same seed, and leave the generators in the same state.
+    """Assert that both loaders yield the same epochs under the same seed, and leave the generators in the same state.
 
     Ours does so with a server and, without workers, also in the calling thread.
 
@@ -156,7 +156,7 @@ def both_raise(kind: type[Exception], make: Callable[[Callable[..., Any], Any], 
 
 
 def workers_alive() -> list[psutil.Process]:
-    """The processes that this one has started, and theirs, that have not ended."""
+    """Return the running child processes of this process, and their children."""
     alive = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -184,7 +184,7 @@ class Numbers(Dataset):  # type: ignore[misc]
 
 
 class Made(Numbers):
-    """`length` samples, each made of its index by `make`."""
+    """Dataset of `length` samples, which `make` computes from their index."""
 
     def __init__(self, make: Callable[[Any], Any], length: int = 10) -> None:
         super().__init__(length)
@@ -195,7 +195,7 @@ class Made(Numbers):
 
 
 class Noisy(IterableDataset):  # type: ignore[misc]
-    """Shards of given sizes; each sample has its shard's number and what the three generators draw."""
+    """Shards of given sizes; each sample has its shard's number and random numbers of three generators."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
@@ -225,7 +225,7 @@ class Range(IterableDataset):  # type: ignore[misc]
 
 
 class SizedRange(Range):
-    """It knows its length."""
+    """Iterable-style dataset with a length."""
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -249,14 +249,14 @@ class ShardedRange(SizedRange):
 
 
 def narrow(worker: int) -> None:
-    """The second recipe, a worker_init_fn: the replica itself is made smaller."""
+    """Reduce the replica itself: a worker_init_fn of torch's documentation."""
     info = get_worker_info()
     dataset = info.dataset
     dataset.start, dataset.end = part(dataset.start, dataset.end, worker, info.num_workers)
 
 
 class ProcessIds(Numbers):
-    """Each sample is the process that made it."""
+    """Dataset in which each sample is the PID of the process that computed it."""
 
     def __getitem__(self, index: int) -> Any:
         return os.getpid()

@@ -1,4 +1,4 @@
-"""A server whose figures a test makes up: for what a page must make of them, whoever counts them."""
+"""Server with fabricated statistics, for tests of pages and tools that show them."""
 
 from __future__ import annotations
 
@@ -134,16 +134,16 @@ def made_up(consumers: int = 1) -> Stats:
 
 
 class MadeUpServer:
-    """Answers with `stats`, which may be replaced at any time."""
+    """Server that responds with `stats`, which may be replaced at any time."""
 
     def __init__(self) -> None:
         self.url = ""
-        """Where it is reached, once it is served."""
+        """URL of the server while it runs."""
         self.stats = made_up()
         self.refusing = False
-        """Whether streams are answered with 503."""
+        """True to reject streams with 503."""
         self.watchers = 0
-        """Streams that were begun."""
+        """Number of started streams."""
         self._cuts = 0
         self.app = FastAPI()
         self.app.get("/stats")(self._page)

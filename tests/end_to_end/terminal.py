@@ -59,7 +59,7 @@ class Terminal:
 
         def take_terminal() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            # a test run that was started in the background ignores Ctrl-C, and its children would too
+            # a test run in the background ignores SIGINT, and its children would inherit this
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         environment = {**os.environ, "TERM": "xterm-256color"}
@@ -71,7 +71,7 @@ class Terminal:
         )  # fmt: skip
         os.close(theirs)
         self.raw = ""
-        """All that was written, with what only a terminal understands."""
+        """Complete output, including escape sequences."""
         self._written = threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -90,7 +90,7 @@ class Terminal:
         return found
 
     def press_ctrl_c(self) -> None:
-        """As a person does: the terminal sends the signal, to all of its foreground processes."""
+        """Send Ctrl-C, for which the terminal sends SIGINT to all of its foreground processes."""
         os.write(self.master, b"\x03")
 
     def wait(self) -> int:

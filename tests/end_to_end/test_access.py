@@ -1,4 +1,4 @@
-"""Who may come in: real servers with tokens, clients with and without, and secrets that show nowhere."""
+"""Authentication and authorization: real servers with tokens, clients with and without, and secrecy of tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TokenTable:
         self.secrets: dict[str, str] = {}
 
     def add(self, name: str, *scopes: str, **fields: str) -> str:
-        """Make one; nothing is written yet."""
+        """Create a token, without writing the file."""
         token = secrets.token_urlsafe(24)
         said = {"token": f'"{token}"', "scopes": json.dumps(scopes or ("read", "stats")), **fields}
         self._entries[name] = f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in said.items())
@@ -51,7 +51,7 @@ class TokenTable:
         del self._entries[name]
 
     def write(self) -> str:
-        """Write the file as it is meant to be now, in one step; its path."""
+        """Write the file with the current tokens atomically; return its path."""
         new = self.path.with_suffix(".new")
         new.touch(0o600)
         new.write_text("\n".join(self._entries.values()))
@@ -61,13 +61,13 @@ class TokenTable:
 
 @pytest.fixture
 def table(tmp_path: Path) -> TokenTable:
-    """An empty one."""
+    """Return an empty table."""
     return TokenTable(tmp_path / "tokens.toml")
 
 
 @pytest.fixture(autouse=True)
 def no_token_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests' own environment holds does not count."""
+    """Remove the settings of the tests' own environment."""
     for name in ("TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY"):
         monkeypatch.delenv(f"TELELOADER_{name}", raising=False)
 
@@ -87,7 +87,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> TokenTable:
 
 @pytest.fixture(scope="module")
 def server(tables: TokenTable) -> Iterator[ServerProcess]:
-    """A server with those, at whose log it is looked in the end."""
+    """Run a server with these tokens, and check its log at the end."""
     running = ServerProcess("--port", "0", NUMBERS, MANY, "--num-workers", "1", "--debug", "--tokens", str(tables.path))
     yield running
     assert running.end() == 0
@@ -115,7 +115,7 @@ PATHS = (
 
 @pytest.mark.parametrize("token", [None, "not-one-of-the-servers-tokens", "old", "\N{SNOWMAN}"])
 def test_without_a_good_token_nothing_is_told(server: ServerProcess, tables: TokenTable, token: str | None) -> None:
-    """401 with a sentence, at every endpoint but the probes; for what is not there as for what is."""
+    """All endpoints except probes respond with 401, whether the resource exists or not."""
     shown = tables.secrets.get(str(token), token)
     with httpx.Client(base_url=server.url) as client:
         headers = httpx.Headers() if shown is None else httpx.Headers({b"Authorization": f"Bearer {shown}".encode()})
@@ -131,7 +131,7 @@ def test_without_a_good_token_nothing_is_told(server: ServerProcess, tables: Tok
 
 
 def test_a_token_is_good_for_what_its_scopes_say(server: ServerProcess, tables: TokenTable) -> None:
-    """What is not said is refused with what would be needed."""
+    """Other requests are rejected with the required scope."""
     tokens = tables.secrets
     with asker(server.url, tokens["boss"]) as boss:
         keys = {name: boss.post("/v1/loaders", json=spec(name)).json()["key"] for name in ("numbers", "many")}
@@ -160,7 +160,7 @@ def test_a_token_is_good_for_what_its_scopes_say(server: ServerProcess, tables: 
 
 
 def test_what_holds_up_others_needs_admin(server: ServerProcess, tables: TokenTable) -> None:
-    """Loading in the server's own process, even where --debug allows it."""
+    """In-process loading, which blocks other requests, requires the scope admin even where --debug allows it."""
     own = spec("numbers", session="own", in_process=True)
     for name, status in (("all", 403), ("boss", 200)):
         with asker(server.url, tables.secrets[name]) as client:
@@ -198,20 +198,20 @@ def test_a_client_with_a_token_is_let_in(
 def test_a_client_without_is_told_at_once_what_to_do(
     server: ServerProcess, tables: TokenTable, token: str | None, kind: type[AccessDenied], advice: str
 ) -> None:
-    """Nothing is tried again: it would not help."""
+    """A client without a token raises an error without retries."""
     with pytest.raises(kind, match=advice):
         RemoteDataset(server.url, "many", token=tables.secrets.get(str(token), token), reconnect_timeout=1e9)
 
 
 def test_a_dataset_that_is_not_there_is_still_told_of(server: ServerProcess, tables: TokenTable) -> None:
-    """To those who may read all."""
+    """Tokens for all datasets get the error for an unknown dataset."""
     with pytest.raises(UnknownDataset, match="hosts 'numbers', 'many'"):
         RemoteDataset(server.url, "nothing", token=tables.secrets["all"])
 
 
 @pytest.mark.parametrize("url", ["http://user:{}@127.0.0.1:1", "http://{}@127.0.0.1:1", "http://127.0.0.1:1/?t={}"])
 def test_a_url_with_a_secret_in_it_is_refused(url: str) -> None:
-    """And not quoted: URLs stand in logs and errors."""
+    """URLs with credentials are rejected, and not repeated, because URLs appear in logs and errors."""
     with pytest.raises(ValueError, match="a password, query or fragment is not allowed") as refused:
         RemoteDataset(url.format("the-secret-of-it"))
     assert "the-secret-of-it" not in str(refused.value)
@@ -226,7 +226,7 @@ def test_what_cannot_be_a_token_is_refused(token: str) -> None:
 
 
 def test_a_token_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the variable that names it."""
+    """The error has the path and the environment variable."""
     monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"cannot read the token in .*nowhere \(TELELOADER_TOKEN_FILE\): No such file"):
         RemoteDataset("http://127.0.0.1:1")
@@ -238,7 +238,7 @@ def test_a_token_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: py
 def test_tokens_are_replaced_while_training_goes_on(
     table: TokenTable, tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither side is restarted: the new one is put into both files, then the old one is taken out."""
+    """A token is replaced in both files without restarts: the new one is added first, then the old one removed."""
     file = tmp_path / "token"
     file.write_text(table.add("first"))
     server = start_server(MANY, "--num-workers", "1", "--tokens", table.write())
@@ -264,7 +264,7 @@ def test_tokens_are_replaced_while_training_goes_on(
 def test_a_token_that_is_taken_away_stops_its_owner(
     table: TokenTable, start_server: StartServer, others: tuple[str, ...]
 ) -> None:
-    """In the middle of an epoch, with an error that says why; answers without an end are broken off."""
+    """Revocation ends epochs with an error that has the reason, and closes endless responses."""
     token = table.add("first")
     for name in others:
         table.add(name)
@@ -286,7 +286,7 @@ def test_a_token_that_is_taken_away_stops_its_owner(
 
 @pytest.mark.parametrize("given", [(), ("--tokens",)])
 def test_a_server_that_others_reach_needs_tokens(given: tuple[str, ...], table: TokenTable) -> None:
-    """It does not start, and says how to make one."""
+    """The server does not start, and the error states how to create a token."""
     table.path.write_text("")
     done = piped(SERVER, NUMBERS, "--host", "0.0.0.0", "--port", "0", *given, *([str(table.path)] if given else []))
     assert done.code == 2
@@ -295,7 +295,7 @@ def test_a_server_that_others_reach_needs_tokens(given: tuple[str, ...], table: 
 
 
 def test_a_server_that_lost_its_token_file_accepts_nobody(table: TokenTable, start_server: StartServer) -> None:
-    """A server that requires tokens does not become one that requires none; the file may come back."""
+    """A server that requires tokens rejects all clients while its token file is missing."""
     token = table.add("first")
     server = start_server(NUMBERS, "--num-workers", "1", "--tokens", table.write())
     table.path.unlink()
@@ -319,7 +319,7 @@ def test_insecure_has_to_be_said(start_server: StartServer) -> None:
 def test_a_server_reads_its_own_variable_only(
     table: TokenTable, tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that is started where a client's credential is set does not accept it, and is not stopped by it."""
+    """The server ignores the variable with a client's token, and starts."""
     token = secrets.token_urlsafe(24)
     (tmp_path / "token").write_text(token)
     monkeypatch.setenv("TELELOADER_TOKEN", token)
@@ -352,7 +352,7 @@ def test_no_option_of_the_server_reads_a_variable_of_the_client(monkeypatch: pyt
 
 
 def test_one_token_by_a_file(tmp_path: Path, start_server: StartServer) -> None:
-    """A container's secret is the same file on both sides; on each, a variable or an option of its own names it."""
+    """A secret's file serves both sides; each names it by its own variable or option."""
     token = secrets.token_urlsafe(24)
     (tmp_path / "token").write_text(token)
     server = start_server(NUMBERS, "--num-workers", "1", "--token-file", str(tmp_path / "token"))
@@ -362,7 +362,7 @@ def test_one_token_by_a_file(tmp_path: Path, start_server: StartServer) -> None:
 
 
 def test_serve_keeps_to_the_same_rule() -> None:
-    """An object of this process is served to others only with a token, or when that was waived in so many words."""
+    """serve() on a non-loopback address requires a token, unless authentication is explicitly disabled."""
     with pytest.raises(ConfigError, match="without tokens"), serve([1, 2], host_address="0.0.0.0"):
         pass
     with serve([1, 2], num_workers=0, host_address="0.0.0.0", insecure=True) as url:
@@ -397,7 +397,7 @@ def test_the_tools_take_a_token_file(server: ServerProcess, tables: TokenTable, 
 def test_the_token_shows_nowhere(
     table: TokenTable, start_server: StartServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """Not in a log of either side, an error, a repr, a pickle or a saved state, whatever goes wrong."""
+    """No log, error, repr, pickle or saved state contains the token, whatever fails."""
     token = table.add("first")
     server = start_server(
         "failing=tests.end_to_end.hosted:failing", MANY, "--num-workers", "1", "--tokens", table.write(),
@@ -444,7 +444,7 @@ def test_the_token_shows_nowhere(
 def test_a_pickled_dataset_takes_its_token_from_where_it_is_opened(
     server: ServerProcess, tables: TokenTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever finds the pickle has nothing."""
+    """A pickle contains no token; unpickling uses that of the new environment."""
     pickled = pickle.dumps(RemoteDataset(server.url, "numbers", token=tables.secrets["all"]))
     with pytest.raises(Unauthorized):
         pickle.loads(pickled)[0]
@@ -453,7 +453,7 @@ def test_a_pickled_dataset_takes_its_token_from_where_it_is_opened(
 
 
 def test_no_command_line_shows_a_token() -> None:
-    """None of the tools has an option for it."""
+    """No tool has an option for a token."""
     for command in ([SERVER], [TOOLS, "stats"], [TOOLS, "bench"], [TOOLS, "peek"], [TOOLS, "audit"]):
         options = piped(command[0], *command[1:], "--help").out.split()
         assert "--token-file" in options

@@ -1,4 +1,4 @@
-"""What arrives is what a local loop would have made, whoever made it."""
+"""Batches equal those of a local loop, whichever worker computed them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_numpy_batches_equal_the_local_loop(kind: str, num_workers: int) -> None
 
 
 def _plain(batch: Any) -> Any:
-    """The batch with plain arrays in place of those that are marked to become tensors."""
+    """Return the batch with plain arrays in place of those marked to become tensors."""
     if isinstance(batch, dict):
         return {key: _plain(item) for key, item in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -45,7 +45,7 @@ def _plain(batch: Any) -> Any:
 
 @pytest.mark.parametrize("kind", hosted.SAMPLES)
 def test_torch_batches_equal_torchs_own(kind: str) -> None:
-    """With torch on the client, a batch is what torch's own default_collate makes of the samples."""
+    """With torch on the client, a batch equals the result of torch's default_collate."""
     need("torch")
     from torch.utils.data import default_collate as torch_collate
 
@@ -78,7 +78,7 @@ def test_the_wire_changes_nothing(compression: Any, checksum: bool) -> None:
 
 
 def test_single_samples_are_converted_not_collated() -> None:
-    """batch_size=None gives the samples one by one, as torch's default_convert makes them."""
+    """batch_size=None yields single samples, converted as by torch's default_convert."""
     need("torch")
     from torch.utils.data import default_convert
 
@@ -100,7 +100,7 @@ def test_single_samples_are_converted_not_collated() -> None:
     ],
 )
 def test_torchs_own_functions_are_called_as_they_are_passed(name: str, batch_size: int | None) -> None:
-    """Also where torch would call the other one of itself."""
+    """An explicit function of torch is called even where torch's default would be another one."""
     need("torch")
     from torch.utils import data
 
@@ -112,7 +112,7 @@ def test_torchs_own_functions_are_called_as_they_are_passed(name: str, batch_siz
 
 
 def test_a_collate_function_of_ones_own() -> None:
-    """What a collate function returns arrives with its types; arrays stay arrays."""
+    """The result of a collate function arrives with its types; arrays stay arrays."""
     dataset = hosted.Samples(lambda i: np.arange(i % 3 + 1))
 
     def pad(samples: list[Any]) -> Any:
@@ -205,14 +205,14 @@ def test_resume_at_any_batch(start_server: StartServer) -> None:
 
 
 def loader_of(url: str, epoch: int, arguments: dict[str, Any]) -> DataLoader:
-    """A loader that begins with that epoch."""
+    """Return a loader that starts with the given epoch."""
     loader = DataLoader(RemoteDataset(url, "numbers"), output="numpy", **arguments)
     loader.set_epoch(epoch)
     return loader
 
 
 def test_resume_with_twice_the_ranks() -> None:
-    """W doubled and B halved: the ranks together go on with exactly the samples that come next."""
+    """With W doubled and B halved, the ranks together continue with exactly the next samples."""
     with serve(hosted.Samples(lambda i: i, 96), num_workers=2) as url:
         dataset = RemoteDataset(url)
 
@@ -236,7 +236,7 @@ def test_resume_with_twice_the_ranks() -> None:
 
 
 def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
-    """Another dataset, seed or global batch size: one sentence with both values."""
+    """The error for another dataset, seed or global batch size has both values."""
     with serve({"a": hosted.Samples(lambda i: i), "b": hosted.Samples(lambda i: i, 60)}, num_workers=1) as url:
         state = DataLoader(RemoteDataset(url, "a"), 4, seed=1).state_dict()
         with pytest.raises(ValueError, match="seed = 1, but this loader has 2"):

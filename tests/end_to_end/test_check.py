@@ -1,4 +1,4 @@
-"""``teleloader-server check``: what is wrong with a dataset is said before anyone depends on it."""
+"""``teleloader-server check``: reports problems of a dataset before it is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check(*arguments: str) -> Done:
 
 
 def found(*arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit code, and what it says of one dataset."""
+    """Return exit code and report of one dataset."""
     done = check("--json", *arguments)
     assert done.out.count("\n") == 1
     (dataset,) = json.loads(done.out)["datasets"]
@@ -28,7 +28,7 @@ def found(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_good_dataset() -> None:
-    """Kind, length, what a batch holds, how long it takes, how much memory, that it is the same twice."""
+    """The report has kind, length, parts of a batch, times, memory, and reproducibility."""
     code, dataset = found(CHECKED + "dicts", "--batch-size", "4")
     assert code == 0
     assert dataset["problems"] == []
@@ -64,7 +64,7 @@ def test_memory_and_pickle_are_measured() -> None:
     ],
 )
 def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) -> None:
-    """With a sentence of advice; batches can be had, so the exit code is 0."""
+    """The warning has advice; the exit code is 0, because batches are available."""
     code, dataset = found(CHECKED + name)
     (problem,) = dataset["problems"]
     assert (code, problem["severity"], problem["what"]) == (0, "warning", what)
@@ -92,7 +92,7 @@ def test_what_ends_training_is_an_error(target: str, what: str, advice: str) -> 
 
 
 def test_a_sample_that_never_comes() -> None:
-    """Its worker is killed after the time that a batch may take, and where it hung is shown."""
+    """The worker is killed after the batch timeout, and the report has its stack."""
     code, dataset = found(CHECKED + "hangs", "--batch-timeout", "1")
     (problem,) = dataset["problems"]
     assert code == 1
@@ -102,7 +102,7 @@ def test_a_sample_that_never_comes() -> None:
 
 
 def test_workers_that_disturb_one_another_are_found_out() -> None:
-    """They read from one open file: what several make at once is not what one makes."""
+    """Workers that share an open file compute other batches than a single worker."""
     code, dataset = found(CHECKED + "OpenFile")
     warning, error = dataset["problems"]
     assert code == 1
@@ -112,20 +112,20 @@ def test_workers_that_disturb_one_another_are_found_out() -> None:
 
 
 def test_an_iterable_dataset_that_divides_itself() -> None:
-    """Nothing is wrong with it."""
+    """A dataset that divides itself among workers has no problems."""
     code, dataset = found(CHECKED + "Shards")
     assert (code, dataset["kind"], dataset["problems"]) == (0, "iterable", [])
 
 
 def test_each_dataset_is_checked_whatever_the_others_do() -> None:
-    """The exit code is that of the worst."""
+    """All datasets are checked; the exit code is that of the worst one."""
     done = check("--json", CHECKED + "crashes", CHECKED + "dicts", "--batches", "1")
     assert done.code == 1
     assert [bool(dataset["problems"]) for dataset in json.loads(done.out)["datasets"]] == [True, False]
 
 
 def test_what_datasets_print_does_not_disturb_the_answer() -> None:
-    """It goes to stderr."""
+    """Output of datasets goes to stderr."""
     done = check("--json", CHECKED + "talkative", "--batches", "1")
     assert "{building}" in done.err
     assert "sample 7" in done.err
@@ -133,7 +133,7 @@ def test_what_datasets_print_does_not_disturb_the_answer() -> None:
 
 
 def test_a_configuration_file_is_the_servers_own(tmp_path: Path) -> None:
-    """What it says of the server is accepted, and its datasets are checked with their functions."""
+    """Settings of the server are accepted, and datasets are checked with their functions."""
     config = tmp_path / "loader.toml"
     config.write_text(
         f'[server]\nnum_workers = 3\n[datasets.squares]\nfactory = "{HOSTED}make_squares"\n'

@@ -60,7 +60,7 @@ def test_a_server_that_cannot_start_says_why(arguments: list[str], words: str) -
 
 
 def test_a_port_that_is_taken() -> None:
-    """One line that names the address and what to do."""
+    """The error is one line with the address and what to do."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -103,7 +103,7 @@ def test_a_configuration_file(start_server: StartServer, tmp_path: Path) -> None
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
 @pytest.mark.parametrize("of_the_server", ["0", "2"])
 def test_an_iterable_dataset(start_server: StartServer, of_the_server: str, num_workers: int) -> None:
-    """Each loader has as many shards as it asks for, whatever other workers the server has, and each epoch is whole."""
+    """Each loader has its own number of shards, whatever the server's other workers, and each epoch is complete."""
     server = start_server(f"{HOSTED}stream", "--num-workers", of_the_server)
     arguments: dict[str, Any] = {"num_workers": num_workers, "timeout": 10} if num_workers else {}
     with warnings.catch_warnings():
@@ -117,7 +117,7 @@ def test_an_iterable_dataset(start_server: StartServer, of_the_server: str, num_
 
 
 def test_the_demo_trains() -> None:
-    """The embedded digits, served and learnt: the exit code says that the accuracy is above 95 %."""
+    """The demo serves and learns the digits; exit code 0 means an accuracy above 95 %."""
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "demo.py", "--output", "numpy"],
         stdout=subprocess.PIPE,
@@ -135,7 +135,7 @@ def test_ctrl_c_ends_the_demo_and_its_server() -> None:
     demo = subprocess.Popen(
         [sys.executable, ROOT / "examples" / "demo.py", "--output", "numpy", "--epochs", "100000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        # a test run that was started in the background ignores Ctrl-C, and its children would too
+        # a test run in the background ignores SIGINT, and its children would inherit this
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert demo.stdout is not None
@@ -152,12 +152,12 @@ def test_ctrl_c_ends_the_demo_and_its_server() -> None:
 
 
 def _batches_sent(url: str) -> int:
-    """What the demo's server has sent by now."""
+    """Return the number of batches that the demo's server has sent."""
     return sum(int(dataset["batches_sent"]) for dataset in httpx.get(f"{url}/stats").json()["datasets"])
 
 
 def _press_ctrl_c(process: subprocess.Popen[str]) -> str:
-    """As in a terminal: the whole process group gets it; again, where Python dropped it in a callback. Its stderr."""
+    """Send SIGINT to the process group until it ends, as Python may drop one in a callback; return stderr."""
     for _ in range(3):
         os.killpg(process.pid, signal.SIGINT)
         try:

@@ -41,7 +41,7 @@ from tests.end_to_end.contract import (
 __all__ = ["torch_is_there"]
 
 BOTH = pytest.mark.parametrize("loader_of", [TorchLoader, DataLoader], ids=["torch", "teleloader"])
-"""The rule is torch's: the test would not mean what it says if torch failed it."""
+"""Runs a test with torch's loader too, to verify that torch follows the rule."""
 
 
 class Forward(IterableDataset):  # type: ignore[misc]
@@ -56,7 +56,7 @@ class Forward(IterableDataset):  # type: ignore[misc]
 
 
 def _outcomes(loader: Any) -> list[Any]:
-    """What each next() gives or raises, until the end; at most ten."""
+    """Return the result or exception of each next() until the end, at most ten."""
     iterator, found = iter(loader), []
     for _ in range(10):
         try:
@@ -68,7 +68,7 @@ def _outcomes(loader: Any) -> list[Any]:
     return found
 
 
-# -- what is in force in the loop's thread is in force in the dataset
+# -- settings of the calling thread apply to the dataset
 
 _variable: contextvars.ContextVar[str] = contextvars.ContextVar("_variable", default="unset")
 _local = threading.local()
@@ -118,7 +118,7 @@ def test_the_state_of_the_calling_thread_is_in_force(loader_of: Any, style: str,
 
 @BOTH
 def test_a_connection_of_the_calling_thread_can_be_used(loader_of: Any) -> None:
-    """SQLite refuses a connection in other threads than the one that opened it."""
+    """SQLite rejects connections in other threads than the one that opened them."""
     connection = sqlite3.connect(":memory:")
     dataset = Made(lambda i: connection.execute("select ? * 2", (i,)).fetchone()[0], 4)
     assert torch.cat(list(loader_of(dataset, 2))).tolist() == [0, 2, 4, 6]
@@ -127,7 +127,7 @@ def test_a_connection_of_the_calling_thread_can_be_used(loader_of: Any) -> None:
 
 @BOTH
 def test_a_breakpoint_stops_in_the_calling_thread(loader_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``breakpoint()`` in ``__getitem__`` opens the debugger where the terminal is, below the loop's own frames."""
+    """``breakpoint()`` in ``__getitem__`` opens the debugger in the terminal, below the loop's own frames."""
     stacks: list[list[str]] = []
 
     def hook() -> None:
@@ -155,11 +155,11 @@ def test_nothing_is_started() -> None:
     assert (threading.active_count(), process.num_fds(), len(workers_alive())) == before
 
 
-# -- what arrives
+# -- batches and errors
 
 
 class Outer:
-    """Has a class of its own."""
+    """Class with a nested class."""
 
     Point = namedtuple("Point", ["x", "y"])
 
@@ -184,7 +184,7 @@ class Opaque:
 )
 @pytest.mark.parametrize("batch_size", [2, None])
 def test_batches_and_errors_of_collation_are_torchs(sample: Any, batch_size: int | None) -> None:
-    """Collated by torch's own functions, and not copied: classes, gradients and error texts are what torch gives."""
+    """The collate functions are those of torch, without copies: classes, gradients and errors are the same."""
     dataset = Made(sample, 4)
     expected, got = (_outcomes(make(dataset, batch_size)) for make in (TorchLoader, DataLoader))
     assert repr(got) == repr(expected)
@@ -193,7 +193,7 @@ def test_batches_and_errors_of_collation_are_torchs(sample: Any, batch_size: int
 
 @BOTH
 def test_a_collate_functions_batch_is_the_very_object(loader_of: Any) -> None:
-    """Whatever it is: nothing is encoded."""
+    """The result of the collate function is returned without encoding."""
     made: list[Any] = []
 
     def collate(samples: list[Any]) -> Any:
@@ -234,7 +234,7 @@ def test_indices_reach_the_dataset_as_the_sampler_gave_them() -> None:
 
 @pytest.mark.parametrize("num_workers", [True, np.int64(1), False, np.int64(0)], ids=repr)
 def test_a_number_of_workers_of_any_integer_type(num_workers: Any) -> None:
-    """Torch takes whatever compares as a number."""
+    """num_workers may have any type that torch accepts."""
     for dataset in (Numbers(4), Forward(int)):
         loader = DataLoader(dataset, 2, num_workers=num_workers)
         assert torch.cat(list(loader)).tolist() == [0, 1, 2, 3]
@@ -273,7 +273,7 @@ class LocalError(Exception):
     "error", [ValueError("damaged"), KeyError("k"), LocalError(7, "a"), SystemExit(3), KeyboardInterrupt()], ids=repr
 )
 def test_an_exception_is_the_very_object_with_its_traceback(loader_of: Any, style: str, error: BaseException) -> None:
-    """No wrapper, no copy: type, attributes and frames are those of user code."""
+    """The exception is neither wrapped nor copied, so that it keeps type, attributes and frames."""
 
     def user_code(_: Any) -> Any:
         raise error
@@ -289,7 +289,7 @@ def test_an_exception_is_the_very_object_with_its_traceback(loader_of: Any, styl
 
 @pytest.mark.parametrize("style", ["map", "generator", "iterator", "collate_fn"])
 def test_the_iterator_survives_an_exception_as_torchs_does(style: str) -> None:
-    """Map-style: the other batches come. A generator is over; an iterator of a class goes on."""
+    """Map-style datasets and iterators of classes continue after an exception; generators end."""
 
     def user_code(value: Any) -> Any:
         if 2 in (value if isinstance(value, list) else [value]):
@@ -313,7 +313,7 @@ def test_the_iterator_survives_an_exception_as_torchs_does(style: str) -> None:
 
 @pytest.mark.parametrize("style", ["map", "collate_fn"])
 def test_stop_iteration_does_not_end_the_epoch(style: str) -> None:
-    """Torch loses the rest of the epoch in silence."""
+    """The rest of the epoch follows, whereas torch loses it silently."""
 
     def user_code(value: Any) -> Any:
         raise StopIteration
@@ -325,7 +325,7 @@ def test_stop_iteration_does_not_end_the_epoch(style: str) -> None:
 
 
 def test_an_interrupted_batch_is_loaded_anew() -> None:
-    """Ctrl-C in the middle of a batch loses none: the state still names it, and the next call begins with it."""
+    """After Ctrl-C during a batch, the state has this batch as the next one, and the next call loads it."""
     presses = iter([False, False, True, False, False, False])
 
     def sample(index: int) -> int:
@@ -343,7 +343,7 @@ def test_an_interrupted_batch_is_loaded_anew() -> None:
 
 
 def test_an_interrupted_stream_says_so() -> None:
-    """Samples of an iterable-style dataset that were lost with the interruption are not left out in silence."""
+    """Samples of an iterable-style dataset that an interruption lost cause an error."""
     presses = iter([False, False, True])
 
     def sample(index: int) -> int:
@@ -372,7 +372,7 @@ def _drawn(index: int) -> tuple[int, float, float, Any]:
 
 @pytest.mark.parametrize("arguments", [{}, {"shuffle": True}, {"sampler": [3, 1, 2]}], ids=str)
 def test_a_loop_and_its_dataset_draw_from_the_same_generators(arguments: dict[str, Any]) -> None:
-    """Each draw of the loop and of the dataset is the one that it is with torch, and so is what is left behind."""
+    """Random numbers of the loop and of the dataset, and the final states, equal those with torch."""
 
     def loop(loader: Any) -> list[Any]:
         found = []
@@ -400,7 +400,7 @@ def test_a_stream_draws_from_the_generators_of_the_process() -> None:
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_a_seed_decides_all_random_numbers_and_leaves_those_of_the_loop(iterable: bool) -> None:
-    """Batches are those of any number of workers, and the loop draws as if there were no loader."""
+    """Batches do not depend on the number of workers, and the loop's random numbers not on the loader."""
     results: list[Any] = []
     for num_workers in (0, 0, 1):
         dataset: Any = Forward(_drawn) if iterable else Made(_drawn, 4)
@@ -444,7 +444,7 @@ def test_a_generator_is_closed_when_the_loop_is_left(loader_of: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("iterable", [False, True])
 def test_several_iterators_at_once(loader_of: Any, iterable: bool) -> None:
-    """Each goes through an epoch of its own, whatever the others do."""
+    """Each iterator has its own epoch, whatever other iterators do."""
     loader = loader_of(Forward(int, 6) if iterable else Numbers(6), 2)
     one, other = iter(loader), iter(loader)
     found = [next(one).tolist(), next(other).tolist(), next(other).tolist(), next(one).tolist()]
@@ -454,7 +454,7 @@ def test_several_iterators_at_once(loader_of: Any, iterable: bool) -> None:
 
 @BOTH
 def test_indices_are_drawn_and_samples_loaded_only_when_the_loop_asks(loader_of: Any) -> None:
-    """Nothing is loaded ahead: a sampler that looks at training sees all of it."""
+    """Nothing is prefetched, so that a sampler can use all results of the training."""
     happened: list[str] = []
 
     def sampler() -> Iterator[int]:
@@ -477,7 +477,7 @@ def test_indices_are_drawn_and_samples_loaded_only_when_the_loop_asks(loader_of:
 
 @BOTH
 def test_an_iterator_can_be_used_in_a_fork(loader_of: Any) -> None:
-    """There is neither thread nor connection that stays behind."""
+    """The iterator has no threads or connections, which a fork would lack."""
     iterator = iter(loader_of(Numbers(4), 2))
     next(iterator)
     with few_cpus_are_fine():
@@ -515,7 +515,7 @@ async def test_async_iteration_leaves_the_event_loop_free() -> None:
 
 
 async def test_async_iteration_raises_what_the_dataset_raises() -> None:
-    """The very object, in the place of its batch."""
+    """The same exception object is raised in place of its batch."""
     error = LocalError(7, "a")
 
     def sample(index: int) -> int:
@@ -542,7 +542,7 @@ def test_loading_is_data_wait() -> None:
 
 
 def test_a_transform_is_called_in_the_calling_thread() -> None:
-    """`device_transform` gets each batch, and its errors take the batch's place."""
+    """`device_transform` receives each batch, and its errors take the batch's place."""
 
     def transform(batch: Any) -> Any:
         assert batch.tolist() != [2, 3]
@@ -554,11 +554,11 @@ def test_a_transform_is_called_in_the_calling_thread() -> None:
     assert outcomes[2].tolist() == [5.0, 6.0]
 
 
-# -- where it stands
+# -- states
 
 
 class Counting(IterableDataset):  # type: ignore[misc]
-    """A stream that can go on where its state was taken."""
+    """Dataset that continues from its saved state."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -592,7 +592,7 @@ RESUMED: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 @pytest.mark.parametrize("taken", range(6))
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(name: str, taken: int) -> None:
-    """The rest of the epoch and the next one, from a state that was taken after any batch."""
+    """The rest of the epoch and the next one are equal after a resume from any batch."""
 
     def loader() -> Any:
         dataset, arguments = RESUMED[name]()
@@ -611,7 +611,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, taken: int) -> No
     seed_everything(1)
     resumed.load_state_dict(states[0])
     rest = expected[taken:]
-    # a seeded order knows that the last batch was the last one: the run goes on with the next epoch
+    # with a seed, the loader knows that this was the last batch: the run continues with the next epoch
     assert_same((list(resumed) + list(resumed))[: len(rest)], rest)
     if name == "a stateful stream" and 0 < taken < 5:
         assert resumed.dataset.begun_at == [taken * 2, 0]

@@ -1,4 +1,4 @@
-"""The contract's rows on failures: what the training loop is told, and that it can go on."""
+"""The contract's rules on failures: errors in the training loop, and continuation after them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["torch_is_there"]
 
 
 class SeveralArguments(Exception):
-    """It cannot be made of one message."""
+    """Exception whose constructor needs more than a message."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{code}: {text}")
@@ -41,14 +41,14 @@ class SeveralArguments(Exception):
 
 
 class KeywordOnly(Exception):
-    """It cannot be made of a positional message."""
+    """Exception whose constructor has no positional argument."""
 
     def __init__(self, *, why: str) -> None:
         super().__init__(why)
 
 
 class WithMessage(Exception):
-    """It has an attribute `message`, which torch hands over by name."""
+    """Exception with an attribute `message`, which torch passes by keyword."""
 
     message = "a class attribute"
 
@@ -71,7 +71,7 @@ def _raising(error: Exception, at: int = 2) -> Made:
 
 
 def _outcomes(loader: Any) -> list[Any]:
-    """All batches, with what was raised in place of some."""
+    """Return all batches, with exceptions in place of some."""
     iterator, found = iter(loader), []
     while True:
         try:
@@ -142,7 +142,7 @@ def test_errors_of_a_server_elsewhere(start_server: StartServer) -> None:
 
 
 def own_failing() -> Made:
-    """A dataset that raises an exception of a class of its own."""
+    """Return a dataset that raises a user-defined exception."""
     return _raising(Custom("damaged"))
 
 
@@ -169,7 +169,7 @@ def test_errors_of_init_come_with_the_first_batch(num_workers: int) -> None:
     expected = _outcomes(torchs(Numbers(4), num_workers=num_workers, worker_init_fn=init))
     with ours(Numbers(4), num_workers=num_workers, worker_init_fn=init) as loader:
         got = _outcomes(loader)
-    # what comes after each worker's first batch is, with torch, that its fetcher was never made
+    # in torch, later batches of a worker fail because its fetcher does not exist
     mine, theirs = got[:num_workers], expected[:num_workers]
     assert [(kind, _head(text)) for kind, text in mine] == [(kind, _head(text)) for kind, text in theirs]
     assert all(kind is ValueError for kind, _ in got)
@@ -177,7 +177,7 @@ def test_errors_of_init_come_with_the_first_batch(num_workers: int) -> None:
 
 @pytest.mark.parametrize("what", ["dataset", "collate_fn", "stream"])
 def test_the_iterator_survives_an_error(what: str) -> None:
-    """A28: a batch is the unit of failure: the others come, in their places; a stream that raised has ended."""
+    """A28: only the failed batch is missing, and others follow; a stream that raised has ended."""
 
     def collate(samples: list[int]) -> Any:
         if 2 in samples:
@@ -211,7 +211,7 @@ def test_index_errors_are_errors() -> None:
 
 
 def test_stop_iteration_does_not_end_the_epoch() -> None:
-    """A19: where torch loses the rest of the epoch silently, a RuntimeError names the sample, and the rest comes."""
+    """A19: a RuntimeError names the sample, and the rest follows, whereas torch loses it silently."""
     assert _outcomes(torchs(_raising(StopIteration()), num_workers=1)) == [[0], [1]]
     with ours(_raising(StopIteration()), num_workers=1) as loader:
         outcomes = _outcomes(loader)
@@ -221,7 +221,7 @@ def test_stop_iteration_does_not_end_the_epoch() -> None:
 
 
 def test_errors_of_a_sampler_come_in_their_place() -> None:
-    """A11: a sampler runs on this side; what it raises comes as it is, after the batches before it."""
+    """A11: a sampler's exception is raised unchanged on the client, after the batches before it."""
 
     def broken() -> Iterator[int]:
         yield 0
@@ -266,7 +266,7 @@ class Locked:
 
 @pytest.mark.parametrize("form", ["bound method", "lambda", "closure", "partial", "callable object"])
 def test_any_callable_collates_in_the_process_that_serves(form: str) -> None:
-    """A25: bound methods (of objects that cannot be pickled, too), lambdas and closures, on either side."""
+    """A25: bound methods (also of objects that cannot be pickled), lambdas and closures work with a local server."""
     import functools
 
     locked, factor = Locked(), -1
@@ -292,7 +292,7 @@ def test_any_callable_collates_in_the_process_that_serves(form: str) -> None:
 
 
 def test_functions_that_would_have_to_travel_are_refused_at_construction(start_server: StartServer) -> None:
-    """A25: nothing is pickled for a server elsewhere: it allows functions by name, and says how for any other."""
+    """A25: functions are never pickled for a remote server, which allows them by name; the error states how."""
     server = start_server("numbers=tests.end_to_end.contract:Numbers")
     dataset = RemoteDataset(server.url)
     for function in (lambda samples: samples, Locked().collate, _head):
@@ -302,7 +302,7 @@ def test_functions_that_would_have_to_travel_are_refused_at_construction(start_s
 
 
 def test_functions_of_a_script_are_refused_with_a_reason(start_server: StartServer) -> None:
-    """A40: a function of ``__main__`` cannot be imported on the server: the error says to move it to a module."""
+    """A40: the server cannot import a function of ``__main__``: the error states to move it to a module."""
     server = start_server("numbers=tests.end_to_end.contract:Numbers")
 
     def collate(samples: list[int]) -> list[int]:
@@ -315,7 +315,7 @@ def test_functions_of_a_script_are_refused_with_a_reason(start_server: StartServ
     assert 'functions = ["__main__:' not in str(raised.value), "that would not help"
 
 
-# -- what cannot travel
+# -- unsupported values
 
 
 def _uncollated(dataset: Any) -> Any:
@@ -323,7 +323,7 @@ def _uncollated(dataset: Any) -> Any:
 
 
 def test_accelerator_tensors_are_refused_with_their_place() -> None:
-    """A32: workers give CPU tensors; one of another device is refused by its path, and ``device`` named."""
+    """A32: tensors of workers on another device than the CPU raise an error with their path and ``device``."""
     meta = Made(lambda i: {"image": [torch.zeros(2, device="meta")]}, 1)
     place = re.escape("batch[0]['image'][0]")
     with _uncollated(meta) as loader, pytest.raises(TypeError, match=place) as raised:
@@ -340,7 +340,7 @@ def test_accelerator_tensors_are_refused_with_their_place() -> None:
     ],
 )
 def test_what_cannot_travel_is_named(make: Any, path: str) -> None:
-    """A29: open files, functions and arbitrary objects are refused with their path inside the batch."""
+    """A29: the error for files, functions and arbitrary objects has their path in the batch."""
     with _uncollated(Made(make, 2)) as loader, pytest.raises(TypeError, match=re.escape(path)):
         list(loader)
 
@@ -350,7 +350,7 @@ def test_what_cannot_travel_is_named(make: Any, path: str) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_finished_batch_does_not_wait_for_the_next_one(num_workers: int) -> None:
-    """A42: a batch that is ready comes at once, also when its worker has begun another that takes long."""
+    """A42: a batch arrives as soon as it is ready, even if its worker has started a slow one."""
     gate = multiprocessing.get_context("fork").Event()
 
     def sample(index: int) -> int:
@@ -389,7 +389,7 @@ def test_a_timeout_is_told_and_the_iterator_goes_on() -> None:
 def test_without_a_timeout_slow_data_are_waited_for_and_dead_servers_are_not(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A42: timeout=0 waits as long as the server lives; its death is noticed whatever the timeout."""
+    """A42: timeout=0 waits as long as the server runs; its exit is noticed whatever the timeout."""
     monkeypatch.setenv("GATE", str(tmp_path / "gate"))
     server = start_server("slow=tests.end_to_end.hosted:slow")
     loader = DataLoader(RemoteDataset(server.url, reconnect_timeout=1))
@@ -415,7 +415,7 @@ def _dying(how: str, at: int = 1) -> Made:
 
 @pytest.mark.parametrize("how", ["exit", "_exit", "SIGKILL", "SIGSEGV", "SIGABRT"])
 def test_a_batch_that_ends_its_workers_is_an_error(how: str) -> None:
-    """A42: the error says how the worker ended; other batches come all the same, for dead workers are replaced."""
+    """A42: the error has the reason of the exits; other batches arrive, because workers are replaced."""
     with ours(_dying(how), num_workers=2) as loader:
         outcomes = _outcomes(loader)
     assert [found for found in outcomes if isinstance(found, list)] == [[0], [2], [3]]
@@ -428,7 +428,7 @@ def test_a_batch_that_ends_its_workers_is_an_error(how: str) -> None:
 
 
 def test_a_worker_that_dies_once_costs_nothing() -> None:
-    """A22: the batch that it had is made again by another worker, and delivered once, in its place."""
+    """A22: another worker recomputes the batch, which arrives once, in its place."""
     died = multiprocessing.get_context("fork").Event()
 
     def sample(index: int) -> int:
@@ -443,7 +443,7 @@ def test_a_worker_that_dies_once_costs_nothing() -> None:
 
 
 def test_a_dead_workers_shard_goes_on_elsewhere() -> None:
-    """A14: the shard of a worker that died is continued where it stood, sample by sample."""
+    """A14: a replacement continues the shard at the same sample."""
     died = multiprocessing.get_context("fork").Event()
 
     class Shards(IterableDataset):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The contract's rows on iterable-style datasets: replicas, shards, lengths and their warnings."""
+"""The contract's rules on iterable-style datasets: replicas, shards, lengths and their warnings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _flat(batches: Any) -> list[int]:
 
 
 def _warned(loader: Any, *, ask_length: bool = False, epochs: int = 1) -> tuple[list[Any], list[str]]:
-    """What a loader gives, and the warnings, but for those of many workers."""
+    """Return a loader's batches and its warnings, except those on the number of workers."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if ask_length:
@@ -65,7 +65,7 @@ def test_replicas_duplicate_the_data(num_workers: int) -> None:
 
 
 def test_duplicates_are_warned_of_once() -> None:
-    """A13: one warning for a loader, which names the server and both ways to mend it."""
+    """A13: each loader warns once of duplicates, with the server and both remedies."""
     with serve(Range(3, 7)) as url:
         _, (text,) = _warned(DataLoader(RemoteDataset(url), num_workers=2), epochs=3)
         assert url in text
@@ -82,7 +82,7 @@ def test_shards_are_no_duplicates(worker_init_fn: Any) -> None:
 
 
 class Guide(SizedRange):
-    """Sharded by a formula whose parenthesis is misplaced, as it stands in guides."""
+    """Dataset that is sharded by a formula with a misplaced parenthesis, as in some guides."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -102,7 +102,7 @@ def test_shards_take_turns() -> None:
 @pytest.mark.parametrize("sizes", [(5, 2), (0, 3), (2, 0, 4), (1, 4, 0, 2), (0, 0)])
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_ended_shards_are_skipped(sizes: tuple[int, ...], batch_size: int) -> None:
-    """A14: when a shard has no more, the others go on in turns, and the epoch ends with the last of them."""
+    """A14: the other shards continue in turn, and the epoch ends with the last of them."""
     (epoch,) = both(Noisy(*sizes), num_workers=len(sizes), batch_size=batch_size, epochs=1)
     assert sum(len(batch["seed"]) for batch in epoch) == sum(sizes)
 
@@ -123,7 +123,7 @@ def test_each_worker_batches_alone() -> None:
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_init_may_narrow_the_replica_once(persistent_workers: bool) -> None:
-    """A15: what worker_init_fn changes is the worker's own copy, for its life: a second epoch is not narrowed again."""
+    """A15: worker_init_fn changes the worker's own copy once: a second epoch is not narrowed again."""
     dataset = SizedRange(3, 40)
     epochs = both(
         dataset, num_workers=3, worker_init_fn=narrow, persistent_workers=persistent_workers, epochs=3, batch_size=2
@@ -134,7 +134,7 @@ def test_init_may_narrow_the_replica_once(persistent_workers: bool) -> None:
 
 @pytest.mark.parametrize(("num_workers", "covered"), [(3, 96), (10, 90)])
 def test_shards_that_do_not_meet_are_warned_of(num_workers: int, covered: int) -> None:
-    """A16: torch never notices that a wrong formula loses samples; here they come as with torch, and a warning too."""
+    """A16: a wrong formula gives torch's samples, and a warning of lost ones, which torch lacks."""
     with few_cpus_are_fine():
         expected = list(torchs(Guide(3, 100), num_workers=num_workers))
         with ours(Guide(3, 100), num_workers=num_workers) as loader:
@@ -145,7 +145,7 @@ def test_shards_that_do_not_meet_are_warned_of(num_workers: int, covered: int) -
 
 
 def test_the_documented_formula_covers_all() -> None:
-    """A16: with torch's own formula nothing is lost and nothing said."""
+    """A16: with torch's own formula, every sample arrives without a warning."""
     for num_workers in (1, 2, 3, 4, 10):
         with few_cpus_are_fine(), ours(ShardedRange(3, 100), num_workers=num_workers) as loader:
             got, texts = _warned(loader)
@@ -154,7 +154,7 @@ def test_the_documented_formula_covers_all() -> None:
 
 
 def test_the_plan_of_a_map_style_dataset_is_exactly_once() -> None:
-    """A16: for map-style datasets the plan can be asked beforehand whether it covers everything."""
+    """A16: the plan of a map-style dataset can be audited in advance."""
     with ours(Numbers(97), batch_size=4, shuffle=True, seed=3) as loader:
         assert all(count == 1 for count in _counts(loader.plan(0)))
         assert sorted(_flat(loader)) == [*range(97)]
@@ -169,7 +169,7 @@ def _counts(plan: Any) -> list[int]:
 
 
 def test_a_dataset_that_does_not_ask_whether_there_is_a_worker() -> None:
-    """A17: without workers get_worker_info() is None; code that forgets it fails as with torch, with a hint."""
+    """A17: without workers get_worker_info() is None; code that ignores this fails as in torch, with a hint."""
 
     class Forgetful(IterableDataset):  # type: ignore[misc]
         def __iter__(self) -> Iterator[int]:
@@ -185,7 +185,7 @@ def test_a_dataset_that_does_not_ask_whether_there_is_a_worker() -> None:
         both(Forgetful(), num_workers=3)
 
 
-# -- what shuffling a stream needs
+# -- shuffling of streams
 
 
 class Buffered(IterableDataset):  # type: ignore[misc]
@@ -207,14 +207,14 @@ class Buffered(IterableDataset):  # type: ignore[misc]
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_shuffle_buffer_in_the_stream(num_workers: int) -> None:
-    """A39: a stream shuffles itself, seeded by the worker, in torch's order; each epoch in another one."""
+    """A39: a stream shuffles itself with its worker's seed in torch's order, differently in each epoch."""
     first, second = both(Buffered(ShardedRange(0, 40), 8), num_workers=num_workers, batch_size=4)
     assert sorted(_flat(first)) == sorted(_flat(second)) == [*range(40)]
     assert _flat(first) != _flat(second)
 
 
 def test_batch_sizes_are_the_clients() -> None:
-    """A39: clients of one dataset choose their batch sizes, map-style or not."""
+    """A39: clients of one dataset choose their batch sizes, for map-style and iterable-style datasets."""
     for dataset in (Numbers(12), Range(0, 12)):
         with serve(dataset) as url:
             for size in (1, 5, 12):
@@ -252,7 +252,7 @@ def test_a_stream_without_a_length_has_none() -> None:
 
 
 class Liar(Range):
-    """It gives more than it says."""
+    """Dataset that yields more samples than its length."""
 
     def __len__(self) -> int:
         return 4
@@ -261,7 +261,7 @@ class Liar(Range):
 @pytest.mark.parametrize("ask_length", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_too_many_samples_are_warned_of_as_in_torch(num_workers: int, ask_length: bool) -> None:
-    """A16: when len(loader) was asked for, each batch beyond it is warned of, in torch's words but for the dataset."""
+    """A16: after len(loader), each excess batch causes torch's warning, with the dataset's name."""
     with few_cpus_are_fine():
         expected, texts = _warned(torchs(Liar(0, 6), num_workers=num_workers), ask_length=ask_length)
         with ours(Liar(0, 6), num_workers=num_workers, worker_init_fn=_nothing) as loader:
@@ -273,7 +273,7 @@ def test_too_many_samples_are_warned_of_as_in_torch(num_workers: int, ask_length
 
 
 def _nothing(_: int) -> None:
-    """So that duplicates are not warned of."""
+    """Do nothing: a worker_init_fn that prevents the warning of duplicates."""
 
 
 # -- torch's combinations, and recipes
@@ -299,7 +299,7 @@ def test_plain_generators_as_streams() -> None:
 
 
 def test_an_error_ends_a_shard_and_not_the_others() -> None:
-    """A14: a generator that raised has ended, as with torch; the other shards go on."""
+    """A14: a generator that raised has ended, as in torch; other shards continue."""
 
     class Breaks(IterableDataset):  # type: ignore[misc]
         def __iter__(self) -> Iterator[int]:

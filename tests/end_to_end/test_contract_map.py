@@ -69,7 +69,7 @@ ATTRIBUTES = (
      {"num_workers": 1, "prefetch_factor": 5, "persistent_workers": True, "timeout": 2.5, "in_order": False}],
 )  # fmt: skip
 def test_attributes_are_torchs(arguments: dict[str, Any]) -> None:
-    """A33: a loader tells what it was made with; None stands where torch has None, but for the collate function."""
+    """A33: a loader has torch's attributes, with None where torch has None, except the collate function."""
     expected = torchs(Numbers(), **arguments)
     with ours(Numbers(), **arguments) as loader:
         for name in ATTRIBUTES:
@@ -83,13 +83,13 @@ def test_attributes_are_torchs(arguments: dict[str, Any]) -> None:
     "name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers", "num_workers"]
 )
 def test_attributes_are_fixed_as_in_torch(name: str) -> None:
-    """A33: those that torch does not let be set after construction are not set here; others are."""
+    """A33: attributes that cannot be set in torch after construction cannot be set here; others can."""
 
     class Mine(DataLoader):
-        """A subclass, whose name is in the message."""
+        """Subclass whose name is in the message."""
 
     class Theirs(TorchLoader):  # type: ignore[misc]
-        """As above."""
+        """Subclass of torch's loader whose name is in the message."""
 
     Theirs.__name__ = "Mine"
     with serve(Numbers()) as url:
@@ -132,11 +132,11 @@ def test_an_empty_dataset() -> None:
 
 
 def test_samplers_run_on_the_client() -> None:
-    """A11: a sampler object is iterated in this process and thread, and sees what the training loop did."""
+    """A11: a sampler runs in this process and thread, and sees the results of the training loop."""
     asked = []
 
     class Hardest:
-        """Gives what the loop found hard."""
+        """Sampler that yields the samples with the highest loss."""
 
         def __init__(self) -> None:
             self.hard = [1, 2, 3]
@@ -156,7 +156,7 @@ def test_samplers_run_on_the_client() -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_plan_is_known_on_both_sides(shuffle: bool) -> None:
-    """A11: with a seed the plan says beforehand, here, what the server loads."""
+    """A11: with a seed, the client's plan equals the batches that the server loads."""
     with ours(Numbers(23), batch_size=4, shuffle=shuffle, seed=9) as loader:
         for epoch in range(2):
             plan = [indices.tolist() for indices in loader.plan(epoch)]
@@ -194,7 +194,7 @@ def test_batches_alternate_between_workers() -> None:
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_workers_that_wait_for_each_other(num_workers: int) -> None:
-    """A12: each worker is given a batch of the first W, so samples may wait until all workers have one."""
+    """A12: each worker gets one of the first W batches, so that samples may wait until all workers have one."""
     barrier = multiprocessing.get_context("fork").Barrier(num_workers)
 
     def sample(index: int) -> int:
@@ -209,7 +209,7 @@ def test_workers_that_wait_for_each_other(num_workers: int) -> None:
 
 
 def test_both_kinds_are_told_apart() -> None:
-    """A18: the server says kind and length; a map-style dataset needs no base class."""
+    """A18: the server reports kind and length; a map-style dataset needs no base class."""
 
     class Plain:
         def __len__(self) -> int:
@@ -241,7 +241,7 @@ def test_torchs_own_datasets() -> None:
         both(dataset, batch_size=3, shuffle=True)
 
 
-# -- work, and how much of it there is
+# -- prefetching and its limits
 
 
 def test_no_index_is_loaded_twice() -> None:
@@ -261,7 +261,7 @@ def test_no_index_is_loaded_twice() -> None:
 
 
 def test_a_batch_that_is_made_again_is_identical() -> None:
-    """A22: a batch that a worker lost in dying is the same when another has made it, random numbers included."""
+    """A22: a batch recomputed after its worker exited is identical, random numbers included."""
     context = multiprocessing.get_context("fork")
 
     def epoch(dies: bool) -> list[Any]:
@@ -282,7 +282,7 @@ def test_a_batch_that_is_made_again_is_identical() -> None:
 
 
 def test_a_loop_that_stops_holds_up_the_work() -> None:
-    """A24: at most ``prefetch_factor * num_workers`` batches are asked for beyond those that were taken."""
+    """A24: at most ``prefetch_factor * num_workers`` batches beyond the consumed ones are requested."""
     drawn = []
 
     class Watched:
@@ -299,7 +299,7 @@ def test_a_loop_that_stops_holds_up_the_work() -> None:
 
 
 def test_memory_is_bounded_while_a_loop_stops() -> None:
-    """A24: the queue of the client is bounded, and so is what the server makes ahead of it."""
+    """A24: the client's queue and the server's prefetched batches are bounded."""
     made = multiprocessing.get_context("fork").Value("i", 0)
 
     def sample(_: int) -> Any:
@@ -322,7 +322,7 @@ def test_memory_is_bounded_while_a_loop_stops() -> None:
 
 
 def test_indices_are_pythons_numbers() -> None:
-    """A27: user code is given an int, whatever the sampler gave; ``torch.is_tensor(idx)`` may be asked."""
+    """A27: user code receives ints, whatever the sampler yields; ``torch.is_tensor(idx)`` works."""
 
     def sample(index: Any) -> str:
         return f"{torch.is_tensor(index)} {type(index).__name__}"
@@ -334,7 +334,7 @@ def test_indices_are_pythons_numbers() -> None:
 
 
 def test_a_batch_is_one_workers_work() -> None:
-    """A28: all samples of a batch are made by one worker, which collates them too."""
+    """A28: one worker computes and collates all samples of a batch."""
     dataset = Made(lambda _: os.getpid(), 40)
     with ours(dataset, batch_size=5, num_workers=2, collate_fn=lambda pids: {os.getpid(), *pids}) as loader:
         assert all(len(pids) == 1 for pids in loader)
@@ -365,7 +365,7 @@ def test_the_loop_that_a_loader_stands_for(seed: int | None, batch_size: int) ->
 
 
 def test_the_loop_with_bulk_reading() -> None:
-    """A35: where there is ``__getitems__``, the loop calls it."""
+    """A35: ``__getitems__`` is called if it exists."""
     dataset = Bulk()
     with ours(dataset, batch_size=4) as loader:
         assert_same(list(loader), [_collate(dataset.__getitems__(i)) for i in ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])])
@@ -379,7 +379,7 @@ def test_the_loop_without_batches(collate_fn: Any) -> None:
 
 
 def test_single_samples_travel_in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A36: one message for each sample would be slow: an answer holds many of them."""
+    """A36: one response contains many samples, because one message per sample would be slow."""
     answers = []
     receive = HttpConnection.receive
 
@@ -405,7 +405,7 @@ def test_lengths_and_tails_are_torchs(length: int, drop_last: bool) -> None:
 
 @pytest.mark.parametrize("tail", ["pad", "drop", "uneven"])
 def test_tails_of_ranks(tail: Any) -> None:
-    """A41: each rank has a tail of its own; together they have what the rule says."""
+    """A41: each rank has its own tail; together they follow the rule."""
     with serve(Numbers(11)) as url:
         ranks = [
             DataLoader(RemoteDataset(url), 2, rank=rank, world_size=4, tail=tail, seed=0) for rank in range(4)
@@ -418,7 +418,7 @@ def test_tails_of_ranks(tail: Any) -> None:
 
 
 def test_samplers_say_how_long_an_epoch_is() -> None:
-    """A41: len is that of the sampler or batch sampler; TypeError where it has none."""
+    """A41: the length is that of the sampler or batch sampler; TypeError if it has none."""
 
     class Endless:
         def __iter__(self) -> Iterator[int]:
@@ -434,7 +434,7 @@ def test_samplers_say_how_long_an_epoch_is() -> None:
 
 
 class Unused(Dataset):  # type: ignore[misc]
-    """A dataset whose samples nobody wants."""
+    """Dataset whose samples are not requested."""
 
     def __len__(self) -> int:
         return 3
@@ -474,7 +474,7 @@ CHANGES = [_resized, _dropping, _sampled, _sourced]
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"num_workers": 2}], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_samplers_decide_the_next_epoch(change: Any, options: dict[str, Any]) -> None:
-    """A loader shows the samplers that torch's holds: what is set there decides length and batches from then on."""
+    """A loader has torch's sampler attributes: changing them changes its length and subsequent batches."""
 
     def epochs(loader: Any) -> list[Any]:
         torch.manual_seed(3)
@@ -511,7 +511,7 @@ def test_a_replaced_sampler_is_drawn_as_far_ahead_as_by_torch() -> None:
 @pytest.mark.parametrize("options", [{"seed": 5}, {"shuffle": True, "seed": 5}, {"rank": 1, "world_size": 2}], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_samplers_are_an_error_where_they_cannot_decide(change: Any, options: dict[str, Any]) -> None:
-    """With a seed or several ranks the order is a function that servers know: a change would have no effect on it."""
+    """With a seed or several ranks, servers compute the order, so that a changed sampler would have no effect."""
     loader = DataLoader(list(range(10)), 4, **options)
     expected = [batch.tolist() for batch in loader]
     assert len(expected) == len(loader)
@@ -522,7 +522,7 @@ def test_changed_samplers_are_an_error_where_they_cannot_decide(change: Any, opt
 
 
 def test_several_threads_share_an_iterator_to_its_end() -> None:
-    """Each of them is told that there are no more batches, and together they have each batch once."""
+    """All threads receive the end, and together they have each batch once."""
     batches = iter(DataLoader(list(range(500)), 2, num_workers=2))
     with ThreadPoolExecutor(5) as threads:
         found = list(threads.map(_flat, itertools.repeat(batches, 5)))

@@ -41,7 +41,7 @@ def _flat(batches: Any) -> list[Any]:
 
 
 def _compare(make_dataset: Callable[[], Any], loop: Loop, **arguments: Any) -> list[Any]:
-    """Assert that `loop(loader, dataset)` finds the same with both loaders; what it finds."""
+    """Assert that `loop(loader, dataset)` has the same result with both loaders; return it."""
     dataset = make_dataset()
     seed_everything()
     with few_cpus_are_fine():
@@ -65,7 +65,7 @@ class Settings(Numbers):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_mutations_between_epochs_are_seen(num_workers: int) -> None:
-    """What the training script changes in its dataset is seen from the next ``iter()`` on."""
+    """Changes of the dataset by the training script apply from the next ``iter()``."""
 
     def loop(loader: Any, dataset: Any) -> list[Any]:
         found = []
@@ -78,7 +78,7 @@ def test_mutations_between_epochs_are_seen(num_workers: int) -> None:
 
 
 def test_mutations_are_not_seen_by_persistent_workers() -> None:
-    """Persistent workers go on with the dataset as it was when they began."""
+    """Persistent workers continue with the dataset as it was when they started."""
 
     def loop(loader: Any, dataset: Any) -> list[Any]:
         found = []
@@ -91,7 +91,7 @@ def test_mutations_are_not_seen_by_persistent_workers() -> None:
 
 
 def test_mutations_within_an_epoch_are_not_seen() -> None:
-    """Workers have the dataset as it was at ``iter()``; what they change in it stays with them."""
+    """Workers have the dataset as of ``iter()``; their changes are not visible elsewhere."""
 
     def loop(loader: Any, dataset: Any) -> list[Any]:
         iterator = iter(loader)
@@ -124,7 +124,7 @@ def test_mutations_of_streams_are_seen() -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_lengths_follow_the_dataset(num_workers: int, shuffle: bool) -> None:
-    """A dataset that grows or shrinks: ``len(loader)`` and the next epoch are those of the dataset as it is."""
+    """``len(loader)`` and the next epoch have the dataset's current length."""
 
     def loop(loader: Any, dataset: Any) -> list[Any]:
         found = []
@@ -180,7 +180,7 @@ def test_locks_of_threads_that_nobody_holds() -> None:
 
 
 def test_functions_are_taken_as_they_are() -> None:
-    """A closure's variables are those of the moment at which an iteration begins."""
+    """A closure has the variables of the time at which an iteration starts."""
     offset = 0
 
     def collate(samples: list[int]) -> list[int]:
@@ -194,9 +194,9 @@ def test_functions_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize("arguments", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("left", ["finished", "in the middle", "never begun", "untouched iterator"])
 def test_nothing_is_left_of_a_dropped_loader(arguments: dict[str, Any], left: str) -> None:
-    """No process, thread or open file of a loader remains when nobody refers to it, while its server goes on."""
+    """A loader without references leaves no process, thread or open file, while its server continues."""
     with serve(Numbers(100)) as url:
-        list(DataLoader(RemoteDataset(url), 50))  # what a server starts with its first client stays
+        list(DataLoader(RemoteDataset(url), 50))  # warm-up: resources that a server creates for its first client stay
         processes, threads = {p.pid for p in workers_alive()}, _threads()
         loader = DataLoader(RemoteDataset(url), **arguments)
         iterator: Any = None
@@ -255,7 +255,7 @@ def test_a_dropped_loader_with_many_epochs_keeps_nothing() -> None:
 
 
 def test_loaders_in_several_threads() -> None:
-    """Loaders of several threads of one process do not disturb each other."""
+    """Loaders in several threads of one process do not affect each other."""
     from concurrent.futures import ThreadPoolExecutor
 
     with serve(Numbers(40)) as url:

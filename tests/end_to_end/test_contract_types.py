@@ -1,4 +1,4 @@
-"""The contract's rows on what a batch is: collating, converting, and every type that travels."""
+"""The contract's rules on batches: collation, conversion, and every supported type."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SAMPLES: dict[str, Any] = {
 @pytest.mark.parametrize("batch_size", [3, None])
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_default_collate_and_convert_are_torchs(kind: str, batch_size: int | None) -> None:
-    """A38: containers, element types and values of each kind of sample; collated, and converted (A36) one by one."""
+    """A38: containers, dtypes and values of each kind of sample, collated, and converted (A36) one by one."""
     both(Made(SAMPLES[kind], 7), batch_size=batch_size, epochs=1)
 
 
@@ -97,7 +97,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_default_collate_refuses(kind: str) -> None:
-    """A38: the same exception, with the same last line, as torch's own in a worker; and the place besides."""
+    """A38: the exception and its last line are those of torch in a worker, with the path in the sample."""
     outcomes = []
     dataset = Made(REFUSED[kind], 2)
     with pytest.raises(Exception, match="Caught") as theirs:
@@ -153,10 +153,10 @@ _SOURCES = {
     "mixed numbers": "i if i % 2 == 0 else float(i)",
     "dict": '{"z": i, "a": f"s{i}", "image": np.full((2, 2), i, np.uint8)}',
 }  # fmt: skip
-"""The samples of the same names, for a program."""
+"""Source code of the samples with the same names."""
 
 
-# -- what a collate function may return
+# -- results of collate functions
 
 RESULTS: dict[str, Any] = {
     "None": None,
@@ -177,7 +177,7 @@ RESULTS: dict[str, Any] = {
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_of_any_nesting_travel(name: str, num_workers: int) -> None:
-    """A29: what a collate function returns arrives with its types: tuple is not list, namedtuples, None, bytes ..."""
+    """A29: the result of a collate function arrives with its types: tuples, lists, namedtuples, None, bytes ..."""
     both(Numbers(2), num_workers=num_workers, collate_fn=lambda _: RESULTS[name], epochs=1)
 
 
@@ -232,7 +232,7 @@ def test_large_arrays() -> None:
 
 
 class Faces(Numbers):
-    """As in torch's tutorial on data loading: an image and landmarks, by a transform, in a dict."""
+    """Dataset as in torch's tutorial on data loading: an image and landmarks, transformed, in a dict."""
 
     def __init__(self, transform: Any = None) -> None:
         super().__init__(9)
@@ -259,7 +259,7 @@ def test_the_datasets_of_tutorials(transform: Any) -> None:
 
 
 def test_padding_in_a_collate_function() -> None:
-    """A37: with pad_sequence a batch is as long as its own longest sample; shapes vary from batch to batch."""
+    """A37: with pad_sequence a batch has the length of its longest sample; shapes vary between batches."""
     from torch.nn.utils.rnn import pad_sequence
 
     def collate(samples: list[Any]) -> Any:
@@ -326,7 +326,7 @@ def test_pinned_batches_of_any_size() -> None:
 
 
 def test_cuda_tensors_are_refused_by_workers() -> None:
-    """A32: a dataset that returns CUDA tensors is told to return CPU tensors and to use ``pin_memory``."""
+    """A32: the error for CUDA tensors states to return CPU tensors and to use ``pin_memory``."""
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     dataset = Made(lambda i: torch.zeros(2, device="cuda"), 1)
@@ -335,18 +335,18 @@ def test_cuda_tensors_are_refused_by_workers() -> None:
 
 
 class Pinnable:
-    """A batch of a class of its own."""
+    """Batch of a user-defined class."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
 
     def pin_memory(self) -> Pinnable:
-        """As torch asks for."""
+        """Return the batch: the method that torch requires."""
         return self
 
 
 def test_objects_of_ones_own_class_are_refused_with_their_name() -> None:
-    """A29: an object of a class of its own cannot travel; the error has its class and place."""
+    """A29: the error for an object of a user-defined class has its class and path."""
 
     def collate(samples: list[int]) -> dict[str, Pinnable]:
         return {"batch": Pinnable(samples)}
@@ -357,7 +357,7 @@ def test_objects_of_ones_own_class_are_refused_with_their_name() -> None:
 
 
 class Unsendable:
-    """A stream-like thing of a user's."""
+    """User-defined object that cannot be encoded."""
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ class Unsendable:
     ],
 )
 def test_what_cannot_travel_is_named_with_its_place_in_the_sample(batch_size: int | None, place: str) -> None:
-    """A29: the error of an arbitrary object says where in the sample it stands, collated or not."""
+    """A29: the error for an arbitrary object has its path in the sample, collated or not."""
     with (
         serve(Made(lambda i: {"meta": [i, "name", Unsendable()]}), num_workers=1) as url,
         pytest.raises(TypeError, match=place),

@@ -1,4 +1,4 @@
-"""The contract's rows on what workers know and draw: get_worker_info(), seeds, augmentation."""
+"""The contract's rules on workers' information and random numbers: get_worker_info(), seeds, augmentation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _flat(batches: Any) -> list[Any]:
 
 
 def test_worker_info_is_torchs() -> None:
-    """A9: torch's own get_worker_info() has torch's attributes in a worker, and is None on this side."""
+    """A9: torch's own get_worker_info() has torch's attributes in a worker, and is None in the training process."""
     assert get_worker_info() is None
 
     class Told(Numbers):
@@ -94,7 +94,7 @@ def test_seeds_are_the_base_seed_and_the_id(persistent_workers: bool) -> None:
 
 
 def test_seeds_are_reproducible_under_a_generator() -> None:
-    """A10: the loader's generator decides the base seed, and torch's global one is not drawn from."""
+    """A10: the loader's generator determines the base seed, and torch's global one is not used."""
 
     def fresh() -> dict[str, Any]:
         return {"generator": torch.Generator().manual_seed(5)}
@@ -124,7 +124,7 @@ def test_what_init_draws_is_what_torchs_workers_draw(library: str) -> None:
 
 
 def test_init_that_seeds_torch_is_obeyed() -> None:
-    """A10: a worker_init_fn that seeds torch decides what the dataset draws, as with torch."""
+    """A10: a worker_init_fn that seeds torch determines the dataset's random numbers, as in torch."""
 
     def init(worker: int) -> None:
         torch.manual_seed(123456 + worker)

@@ -1,4 +1,4 @@
-"""The contract's rows on workers: how many there are, what they know, what they share, and when they end."""
+"""The contract's rules on workers: number, information, sharing and lifetime."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _flat(batches: Any) -> list[Any]:
     return [number for batch in batches for number in batch.tolist()]
 
 
-# -- how many, and where
+# -- number and location
 
 
 def test_without_workers_a_server_loads_in_its_own_process() -> None:
@@ -67,7 +67,7 @@ def test_without_workers_a_server_loads_in_its_own_process() -> None:
 
 
 def test_without_workers_timeout_and_prefetching_fail_as_in_torch() -> None:
-    """A1: what has no meaning without workers is refused when torch refuses it, in its words."""
+    """A1: options that require workers raise torch's errors."""
     both_raise(ValueError, lambda make, data: make(data, prefetch_factor=2), Numbers())
     both_raise(AssertionError, lambda make, data: iter(make(data, timeout=3)), Numbers())
 
@@ -91,7 +91,7 @@ def test_a_server_without_workers_needs_no_shared_memory(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_small_data_cost_no_more_than_one_message_each(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
-    """A2: a client sends no more requests than there are batches; for small ones, far fewer."""
+    """A2: a client sends at most one request per batch; for small ones, far fewer."""
     sent = []
     send = HttpConnection.send
 
@@ -107,7 +107,7 @@ def test_small_data_cost_no_more_than_one_message_each(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_as_many_processes_as_were_asked_for(num_workers: int) -> None:
-    """A4: ``num_workers=N`` is N processes, each of which loads its share; none of them is this one."""
+    """A4: ``num_workers=N`` starts N processes, each of which loads its part; none of them is this one."""
     with few_cpus_are_fine(), ours(ProcessIds(64), num_workers=num_workers) as loader:
         pids = set(_flat(loader))
         assert len(pids) == num_workers
@@ -115,7 +115,7 @@ def test_as_many_processes_as_were_asked_for(num_workers: int) -> None:
 
 
 def test_a_server_has_as_many_workers_as_it_was_told(start_server: StartServer) -> None:
-    """A4: on a shared server the number of workers is the server's, whatever a client asks for."""
+    """A4: a shared server has its configured number of workers, whatever clients request."""
     server = start_server("--num-workers", "2", "pids=tests.end_to_end.contract:ProcessIds")
     with few_cpus_are_fine():
         pids = set(_flat(DataLoader(RemoteDataset(server.url), num_workers=3)))
@@ -138,11 +138,11 @@ def test_more_workers_than_cpus_are_warned_of_as_in_torch() -> None:
     assert len(texts[0]) == 2
 
 
-# -- their life
+# -- lifetime
 
 
 class Counting(Numbers):
-    """Counts what it was asked for; each worker has a copy of its own."""
+    """Dataset that counts requests; each worker has its own copy."""
 
     def __init__(self, length: int = 4) -> None:
         super().__init__(length)
@@ -160,7 +160,7 @@ def _count_init(_: int) -> None:
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_each_iterator_has_workers_with_a_fresh_dataset(persistent_workers: bool) -> None:
-    """A5: an epoch begins with a new copy of the dataset and a call of worker_init_fn, unless workers persist."""
+    """A5: an epoch starts with a new copy of the dataset and a call of worker_init_fn, unless workers persist."""
     epochs = both(
         Counting(), num_workers=1, worker_init_fn=_count_init, persistent_workers=persistent_workers, epochs=3
     )
@@ -178,7 +178,7 @@ def test_persistent_workers_are_the_same_processes() -> None:
 
 
 def test_shared_workers_outlive_epochs() -> None:
-    """A5: the workers that loaders with a seed share go on from epoch to epoch and from loader to loader."""
+    """A5: workers that loaders with a seed share continue across epochs and loaders."""
     with serve(ProcessIds(16)) as url:
         first, second = DataLoader(RemoteDataset(url), seed=1), DataLoader(RemoteDataset(url), seed=2)
         pids = [set(_flat(loader)) for loader in (first, first, second)]
@@ -202,7 +202,7 @@ def test_init_runs_once_per_worker_after_seeding_before_the_first_sample() -> No
 
 
 def test_init_given_to_the_server_runs_there_too() -> None:
-    """A6: what ``serve`` was told holds for every loader that says nothing else."""
+    """A6: arguments of ``serve`` apply to every loader that does not override them."""
     found = -1
 
     def init(worker: int) -> None:
@@ -214,7 +214,7 @@ def test_init_given_to_the_server_runs_there_too() -> None:
 
 
 def test_collating_happens_in_the_workers() -> None:
-    """A7: dataset and collate_fn run in the same process, which is not this one; the batch arrives finished."""
+    """A7: dataset and collate_fn run in the same worker process; the batch arrives complete."""
 
     def collate(samples: list[int]) -> tuple[int, int]:
         return os.getpid(), samples[0]
@@ -225,20 +225,20 @@ def test_collating_happens_in_the_workers() -> None:
 
 
 def test_ranks_of_a_node_share_one_pool(start_server: StartServer) -> None:
-    """A8: memory lives on the server once: N ranks are served by the same workers, whose memory can be seen."""
+    """A8: N ranks use the same workers, whose memory exists once."""
     server = start_server("--num-workers", "2", "large=tests.end_to_end.hosted:large")
     loaders = [DataLoader(RemoteDataset(server.url), rank=rank, world_size=4, batch_size=8) for rank in range(4)]
     assert [len(list(loader)) for loader in loaders] == [8] * 4
     stats = server.stats()
     assert len(stats["workers"]) == 2
     assert all(worker["rss"] > worker["pss"] > 0 for worker in stats["workers"])
-    # 256 MiB of data, once, and what the processes need for themselves
+    # 256 MiB of data, once, and the processes' own memory
     assert stats["server"]["pss"] < 2 * 256 * 2**20
 
 
 @pytest.mark.parametrize("seed", [None, 1])
 def test_workers_are_forked_after_a_freeze(seed: int | None) -> None:
-    """A8: the collector of a worker leaves the parent's objects alone, so their pages stay shared."""
+    """A8: a worker's garbage collector ignores the parent's objects, so that their pages stay shared."""
     with ours(Made(lambda _: gc.get_freeze_count()), seed=seed, num_workers=1) as loader:
         assert min(_flat(loader)) > 1000
 
@@ -247,7 +247,7 @@ def test_workers_are_forked_after_a_freeze(seed: int | None) -> None:
 
 
 def test_iterators_are_independent() -> None:
-    """A20: two live iterators of one loader are two passes, each with its own order and workers."""
+    """A20: two iterators of one loader are two iterations, each with its own order and workers."""
     found: list[Any] = []
     for loader_of in (torchs, None):
         seed_everything()
@@ -263,7 +263,7 @@ def test_iterators_are_independent() -> None:
 
 
 def test_persistent_workers_have_one_iterator() -> None:
-    """A20: with ``persistent_workers`` iter() is the same object, which begins again; it stays exhausted at its end."""
+    """A20: with ``persistent_workers`` iter() restarts the same object, which stays exhausted at its end."""
     for loader_of in (torchs, None):
         arguments: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
         if loader_of is not None:
@@ -286,7 +286,7 @@ def _check_one_iterator(loader: Any) -> None:
 
 
 def test_iterators_are_kept_only_with_persistent_workers() -> None:
-    """A21: an iterator that nobody refers to has ended with its workers; persistent ones stay until the loader goes."""
+    """A21: an unreferenced iterator ends with its workers; persistent ones stay until the loader is dropped."""
     with serve(Numbers(1000)) as url:
         before = len(workers_alive())
         loader = DataLoader(RemoteDataset(url), num_workers=2)
@@ -303,7 +303,7 @@ def test_iterators_are_kept_only_with_persistent_workers() -> None:
 
 
 def test_consumers_do_not_mix_up_their_batches() -> None:
-    """A23: several loaders of one dataset at once, by turns: each gets its own batches, whoever made them."""
+    """A23: several loaders of one dataset in turn receive their own batches, whichever worker computed them."""
     with serve(Numbers(30)) as url:
         dataset = RemoteDataset(url)
         arguments: list[dict[str, Any]] = [
@@ -355,7 +355,7 @@ def test_a_script_without_a_main_guard_serves(tmp_path: Path) -> None:
 
 
 def test_a_trainer_needs_no_multiprocessing(start_server: StartServer, tmp_path: Path) -> None:
-    """A40: on the trainer no process is started, so no rule of start methods applies to the script."""
+    """A40: the training process starts no process, so that no rule of start methods applies to the script."""
     server = start_server("numbers=tests.end_to_end.contract:Numbers")
     script = tmp_path / "script.py"
     script.write_text(_UNGUARDED.format(serves=False))
@@ -405,7 +405,7 @@ def test_batches_that_are_kept_need_no_file_descriptors() -> None:
 
 
 def test_little_shared_memory_is_enough() -> None:
-    """A44: batches wait for memory in place of failing, whatever an epoch takes altogether."""
+    """A44: batches wait for memory instead of failing, whatever the size of an epoch."""
     dataset = Made(lambda i: np.full(2**18, i, np.float32), 64)
     with ours(dataset, batch_size=2, num_workers=2, serve_with={"memory_budget": 6 * 2**20}) as loader:
         assert [int(batch[1, 0]) for batch in loader] == [*range(1, 64, 2)]

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: what it says is what the server says, whatever that is."""
+"""The dashboard in a real browser: it shows the server's statistics."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def visits() -> list[Visit]:
-    """Those of the test, for one that causes complaints."""
+    """Return the visits of the test, for tests that cause errors."""
     return []
 
 
 @pytest.fixture
 def servers() -> Iterator[ExitStack]:
-    """What ends when the pages are closed: one that is open would ask for its server again."""
+    """Yield a stack of servers that stop after pages are closed, since an open page would reconnect."""
     with ExitStack() as stack:
         yield stack
 
@@ -84,7 +84,7 @@ def open_page(browser: Browser, visits: list[Visit], servers: ExitStack) -> Iter
 
 @pytest.fixture
 def server() -> Iterator[MadeUpServer]:
-    """A server whose figures the test makes up."""
+    """Run a server with fabricated statistics."""
     with serving(MadeUpServer()) as made:
         yield made
 
@@ -97,20 +97,20 @@ def until(found: Locator, text: str) -> None:
 
 
 def row(page: Page, name: str) -> Locator:
-    """The row of a table that begins with `name`."""
+    """Return the row of a table that begins with `name`."""
     return page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=name, exact=True))
 
 
 def cells(page: Page, name: str) -> list[str]:
-    """What that row holds after its name."""
+    """Return the cells of that row after its name."""
     return [" ".join(cell.split()) for cell in row(page, name).get_by_role("cell").all_inner_texts()]
 
 
-# --- What it says -------------------------------------------------------------------------------------------------
+# --- Content ------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_comes_whole_from_its_server(server: MadeUpServer, open_page: Open) -> None:
-    """It loads without a complaint and asks nobody else for anything; both are looked at after each test."""
+    """The page loads without errors and without requests to other hosts, as verified after each test."""
     page = open_page(server.url)
     assert page.get_by_role("heading", level=1).inner_text() == "teleloader"
     assert "cpu-box" in page.title()
@@ -120,7 +120,7 @@ def test_the_page_comes_whole_from_its_server(server: MadeUpServer, open_page: O
 
 
 def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Open) -> None:
-    """Of server, consumer, worker and dataset, in units that people read."""
+    """The page shows the figures of server, consumer, worker and dataset with units."""
     page = open_page(server.url)
     figures = dict(
         zip(page.locator("#figures dt").all_inner_texts(), page.locator("#figures dd").all_inner_texts(), strict=True)
@@ -161,7 +161,7 @@ def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Ope
 
 
 def test_the_worst_verdict_is_the_first_sentence(server: MadeUpServer, open_page: Open) -> None:
-    """Loader before network before balanced before trainer; below it how many there are of each."""
+    """The order is loader, network, balanced, training; below it are the numbers of consumers of each."""
     diagnoses = [UNKNOWN, TRAINER, BALANCED, NETWORK, CONSUMER.diagnosis]
     consumers = [
         dataclasses.replace(CONSUMER, consumer=f"run-{n}", rank=n, world_size=5, diagnosis=diagnosis)
@@ -181,7 +181,7 @@ def test_the_worst_verdict_is_the_first_sentence(server: MadeUpServer, open_page
 
 
 def test_the_sentence_is_read_out_only_when_it_is_another(server: MadeUpServer, open_page: Open) -> None:
-    """A screen reader is told of another diagnosis, and not each second of another figure in the same one."""
+    """A screen reader announces another diagnosis, but not new figures of the same one."""
     page = open_page(server.url)
     told = page.get_by_role("status").filter(has_text="Loader-bound")
     first = told.inner_text()
@@ -194,7 +194,7 @@ def test_the_sentence_is_read_out_only_when_it_is_another(server: MadeUpServer, 
 
 
 def test_who_reads_nothing_is_told_how_to(server: MadeUpServer, open_page: Open) -> None:
-    """With the address that the page came from, and a dataset that is hosted."""
+    """Without consumers, the page shows code with its own URL and a hosted dataset."""
     server.stats = made_up(consumers=0)
     page = open_page(server.url)
     until(page.locator("#answer"), f'loader = DataLoader(RemoteDataset("{server.url}", "train"), batch_size=32)')
@@ -202,7 +202,7 @@ def test_who_reads_nothing_is_told_how_to(server: MadeUpServer, open_page: Open)
 
 
 def test_a_worker_that_died_is_shown_with_why(server: MadeUpServer, open_page: Open) -> None:
-    """How often, what ended it, and how long it took to replace it; the last minute shows when."""
+    """The page shows number, reason and duration of restarts, and marks their time in the last minute."""
     page = open_page(server.url)
     again = dataclasses.replace(
         WORKER, pid=6001, restarts=1, last_exit="worker 1 (pid 5001) was killed by signal SIGKILL (Killed)",
@@ -221,7 +221,7 @@ def test_a_worker_that_died_is_shown_with_why(server: MadeUpServer, open_page: O
 
 
 def test_an_error_is_shown_with_its_traceback(server: MadeUpServer, open_page: Open) -> None:
-    """One line first; traceback and indices when it is opened."""
+    """An error is one line, which expands to traceback and indices."""
     page = open_page(server.url)
     error = page.locator("#errors details")
     until(error.locator("summary"), "ValueError 3 times, last 5 s ago, train sample 17 is damaged")
@@ -231,7 +231,7 @@ def test_an_error_is_shown_with_its_traceback(server: MadeUpServer, open_page: O
 
 
 def test_names_and_messages_are_shown_as_text(server: MadeUpServer, open_page: Open) -> None:
-    """Whoever names a consumer or raises an error may write HTML: it is shown, and does nothing."""
+    """HTML in names and error messages is shown as text and not interpreted."""
     error = ErrorCount(HOSTILE, 1, HOSTILE, HOSTILE, [], 0.0)
     server.stats = Stats(
         server=dataclasses.replace(SERVER, host=HOSTILE, version=HOSTILE),
@@ -254,7 +254,7 @@ def test_names_and_messages_are_shown_as_text(server: MadeUpServer, open_page: O
 
 
 def test_a_stream_that_ends_is_taken_up_again(server: MadeUpServer, open_page: Open) -> None:
-    """Without anybody's doing, and figures go on."""
+    """The page reconnects by itself, and its figures change again."""
     page = open_page(server.url)
     server.cut()
     until(page.locator("#state"), "Disconnected, reconnecting")
@@ -267,7 +267,7 @@ def test_a_stream_that_ends_is_taken_up_again(server: MadeUpServer, open_page: O
 def test_a_stream_that_is_refused_is_asked_for_again(
     server: MadeUpServer, open_page: Open, visits: list[Visit]
 ) -> None:
-    """Browsers themselves give up at an answer such as 503; old figures are marked as such meanwhile."""
+    """The page retries after a status such as 503, at which browsers give up, and marks old figures meanwhile."""
     page = open_page(server.url)
     server.refusing = True
     with page.expect_response(lambda answer: answer.status == 503):
@@ -280,11 +280,11 @@ def test_a_stream_that_is_refused_is_asked_for_again(
     visits[0].forgive("503")
 
 
-# --- Whoever uses it ----------------------------------------------------------------------------------------------
+# --- Accessibility ------------------------------------------------------------------------------------------------
 
 
 def test_two_hundred_consumers_can_be_used(server: MadeUpServer, open_page: Open) -> None:
-    """The stream tells a hundred, the page finds the others; they are filtered, and shown some at a time."""
+    """The stream has a hundred consumers, the page requests the others, and shows them filtered and in parts."""
     server.stats = made_up(consumers=200)
     page = open_page(server.url)
     until(page.locator("#counts"), "200 consumers: 1 loader-bound, 199 balanced.")
@@ -303,7 +303,7 @@ def test_two_hundred_consumers_can_be_used(server: MadeUpServer, open_page: Open
 
 
 def test_a_consumer_that_has_gone_is_not_shown(server: MadeUpServer, open_page: Open) -> None:
-    """Neither those that the stream told nor those that were asked for."""
+    """Disconnected consumers disappear, those of the stream and those requested separately."""
     server.stats = made_up(consumers=200)
     page = open_page(server.url)
     until(page.locator("#page"), "of 200")
@@ -312,7 +312,7 @@ def test_a_consumer_that_has_gone_is_not_shown(server: MadeUpServer, open_page: 
 
 
 def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> None:
-    """The first key leads to the answer; a diagnosis opens, keeps the focus, and stays open when figures change."""
+    """The first key leads to the diagnosis; an expanded one keeps focus and state when figures change."""
     server.stats = made_up(consumers=3)
     page = open_page(server.url)
     page.keyboard.press("Tab")
@@ -324,7 +324,7 @@ def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> 
     page.keyboard.press("Enter")
     opened = row(page, "trainer-0").locator("details")
     until(opened.locator("p"), "1 reconnect; 0 hedges; 8 workers would keep up. Loader 0f1e2d3c.")
-    # it would be the last one now, but the row with the focus does not go elsewhere
+    # the row would be the last one now, but a row with the focus keeps its position
     calm = dataclasses.replace(CONSUMER, batches_per_second=33.0, diagnosis=UNKNOWN)
     server.stats = dataclasses.replace(server.stats, consumers=[calm, *server.stats.consumers[1:]])
     until(row(page, "trainer-0"), "33")
@@ -336,7 +336,7 @@ def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_stands_out_from_its_ground(server: MadeUpServer, open_page: Open, scheme: str) -> None:
-    """By WCAG's ratio of 4.5, in light and in dark; what has a tone has a word as well."""
+    """Contrast is at least WCAG's ratio of 4.5 in light and dark mode, and each colored state has a text."""
     diagnoses = [CONSUMER.diagnosis, NETWORK, BALANCED, UNKNOWN]
     consumers = [dataclasses.replace(CONSUMER, consumer=f"run-{n}", diagnosis=one) for n, one in enumerate(diagnoses)]
     workers = [dataclasses.replace(WORKER, restarts=1, current_task_seconds=60.0)]
@@ -352,7 +352,7 @@ def test_every_text_stands_out_from_its_ground(server: MadeUpServer, open_page: 
 
 @pytest.mark.parametrize("width", [1280, 800, PHONE["width"]])
 def test_a_verdict_has_a_line_of_its_own(server: MadeUpServer, open_page: Open, width: int) -> None:
-    """It is a sentence, which has the whole width of the table, below the figures, and is read without being opened."""
+    """The advice has the whole width of the table, below the figures, and is visible without expanding."""
     page = open_page(server.url, viewport={"width": width, "height": 800})
     figures, sentence = (row(page, "trainer-0").get_by_role("cell").nth(n).bounding_box() for n in (6, 7))
     table = page.get_by_role("table", name="Consumers").bounding_box()
@@ -365,7 +365,7 @@ def test_a_verdict_has_a_line_of_its_own(server: MadeUpServer, open_page: Open, 
 
 
 def test_a_phone_scrolls_in_one_direction(server: MadeUpServer, open_page: Open) -> None:
-    """Nothing is wider than 360 pixels, long names and open details among it; tables stay tables to a screen reader."""
+    """Nothing is wider than 360 pixels, including long names and details; tables remain tables for screen readers."""
     long = dataclasses.replace(CONSUMER, consumer="a-very-long-name-of-a-run-without-any-space-" * 3)
     errors = [ErrorCount("ValueError", 1, "x" * 300, "y" * 300, list(range(20)), 0.0)]
     server.stats = dataclasses.replace(
@@ -382,7 +382,7 @@ def test_a_phone_scrolls_in_one_direction(server: MadeUpServer, open_page: Open)
 
 
 def test_the_numbers_of_a_real_server_are_those_of_its_stats(servers: ExitStack, open_page: Open) -> None:
-    """Of a consumer that rests in the middle of its epoch: counts and positions are the same in both."""
+    """Counts and positions of a paused consumer equal those of /stats."""
     url = servers.enter_context(serve(hosted.Samples(lambda i: np.full(1000, i), 4000), num_workers=2))
     batches = iter(DataLoader(RemoteDataset(url), batch_size=10, output="numpy", seed=0))
     for _ in range(60):
@@ -408,7 +408,7 @@ def test_the_numbers_of_a_real_server_are_those_of_its_stats(servers: ExitStack,
 
 
 def test_a_killed_worker_is_shown_as_restarted(start_server: StartServer, open_page: Open) -> None:
-    """With the signal that ended it, and the process that took its place."""
+    """The page shows the signal that killed the worker, and the new process."""
     server = start_server("--demo", "--num-workers", "2")
     page = open_page(server.url)
     until(page.locator("#state"), "Ready")
@@ -422,7 +422,7 @@ def test_a_killed_worker_is_shown_as_restarted(start_server: StartServer, open_p
 
 
 def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Open) -> None:
-    """And the page says how many workers would keep up."""
+    """The page states the number of workers that would meet the demand."""
     url = servers.enter_context(serve(hosted.unhurried(), num_workers=1))
     servers.enter_context(training(RemoteDataset(url), step=0.01, batch_size=40, seed=0))
     page = open_page(url)
@@ -441,7 +441,7 @@ def test_a_slow_loop_is_called_trainer_bound(servers: ExitStack, open_page: Open
 def test_a_server_that_stops_is_lost_and_found_again(
     start_server: StartServer, free_port: int, open_page: Open, visits: list[Visit]
 ) -> None:
-    """Another process at the same address takes its place on the page, which stays open."""
+    """An open page reports an unavailable server, and shows another process at the same address."""
     server = start_server("--demo", "--num-workers", "1", port=free_port)
     page = open_page(server.url)
     server.end()
@@ -456,7 +456,7 @@ def test_a_server_that_stops_is_lost_and_found_again(
 
 
 def pictures(index: int) -> dict[str, Any]:
-    """A red image, channels first, a greyscale one, and what comes with them."""
+    """Return a red image, channels first, a grayscale one, and other values."""
     red = np.zeros((3, 12, 10), np.uint8)
     red[0] = 200
     grey = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -464,7 +464,7 @@ def pictures(index: int) -> dict[str, Any]:
 
 
 def look(page: Page, batch: int, size: int) -> None:
-    """Ask for a batch, and wait until there is an answer."""
+    """Request a batch, and wait for the response."""
     until(page.get_by_role("form").or_(page.locator("#look")), "dataset")
     page.get_by_label("Batch", exact=True).fill(f"{batch}")
     page.get_by_label("Samples", exact=True).fill(f"{size}")
@@ -472,7 +472,7 @@ def look(page: Page, batch: int, size: int) -> None:
 
 
 def test_a_batch_can_be_looked_at(servers: ExitStack, open_page: Open) -> None:
-    """Its tree with types, shapes and values; what looks like images is drawn, and strings are text."""
+    """The page shows the tree with dtypes, shapes and values; it draws images and prints strings."""
     url = servers.enter_context(serve(hosted.Samples(pictures, 40), num_workers=1))
     page = open_page(url)
     look(page, batch=2, size=4)
@@ -496,7 +496,7 @@ def test_a_batch_can_be_looked_at(servers: ExitStack, open_page: Open) -> None:
 
 
 def test_a_batch_of_an_iterable_style_dataset_can_be_looked_at(servers: ExitStack, open_page: Open) -> None:
-    """By a session that ends with the look; behind its end the page says how many samples there were."""
+    """The page uses a temporary session; after the end it shows the number of samples."""
     url = servers.enter_context(serve(hosted.Stream(25), num_workers=1))
     page = open_page(url)
     look(page, batch=1, size=10)
@@ -507,7 +507,7 @@ def test_a_batch_of_an_iterable_style_dataset_can_be_looked_at(servers: ExitStac
 
 
 def test_a_batch_that_cannot_be_had_is_explained(servers: ExitStack, open_page: Open, visits: list[Visit]) -> None:
-    """An error of the dataset's with its traceback, and what the server refuses in the server's words."""
+    """The page shows the dataset's error with traceback, and the server's reason for a rejection."""
     url = servers.enter_context(serve(hosted.failing(), num_workers=1))
     page = open_page(url)
     look(page, batch=4, size=4)
@@ -521,7 +521,7 @@ def test_a_batch_that_cannot_be_had_is_explained(servers: ExitStack, open_page: 
 
 
 def test_a_batch_that_is_too_large_for_a_page_is_not_loaded(servers: ExitStack, open_page: Open) -> None:
-    """The page says how large it is, and what to do."""
+    """The page shows the size and what to do."""
     url = servers.enter_context(serve(hosted.heavy, num_workers=1))
     page = open_page(url)
     look(page, batch=0, size=16)

@@ -93,7 +93,7 @@ def test_a_dataset_is_freed_with_its_loader(
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_memory_does_not_grow_with_the_number_of_loaders(num_workers: int) -> None:
-    """20 loaders, one after another, each of a dataset of 50 MiB, leave no more than one dataset in memory."""
+    """20 loaders in turn, each of a dataset of 50 MiB, leave at most one dataset in memory."""
     process = psutil.Process()
     before = process.memory_info().rss
     references = []

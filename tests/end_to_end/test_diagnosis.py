@@ -1,4 +1,4 @@
-"""What holds training back is told rightly where it is known, because it was made so."""
+"""The diagnosis is right in cases with a known bottleneck."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def endless(loader: DataLoader) -> Iterator[Any]:
 
 def diagnoses(url: str, loader: DataLoader, step: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Train, `step` seconds a step: the consumer's record and the whole, now and then, once there is a diagnosis."""
-    with httpx.Client() as client:  # once: it takes as long as some steps to make one
+    with httpx.Client() as client:  # one client for all requests, since creating one takes as long as several steps
         for number, _ in enumerate(endless(loader)):
             time.sleep(step)
             if number % max(1, round(0.3 / step)) == 0:
@@ -62,7 +62,7 @@ def told(url: str, loader: DataLoader, step: float) -> tuple[dict[str, Any], dic
 
 @pytest.mark.parametrize(("seconds", "step", "num_workers"), [(0.15, 0.05, 1), (0.25, 0.05, 2)])
 def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_workers: int) -> None:
-    """With the number of workers that would keep up, within one."""
+    """The advice has the number of workers that would meet the demand, within one."""
     with serve(Rows(seconds), num_workers=num_workers) as url:
         loader = DataLoader(RemoteDataset(url), 1, seed=0)
         consumer, stats = told(url, loader, step)
@@ -80,7 +80,7 @@ def test_a_slow_dataset_is_called_loader_bound(seconds: float, step: float, num_
 
 @pytest.mark.parametrize("seed", [0, None], ids=["shared workers", "workers of each epoch"])
 def test_epochs_that_are_over_at_once_are_one_training_loop(seed: int | None) -> None:
-    """No pass of half a second can be judged, but the loop can; also where each pass has a session of its own."""
+    """Short iterations are diagnosed as one loop, also if each has its own session."""
     with serve(Rows(0.1, length=6), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 1, num_workers=1, seed=seed)
         consumer, _ = told(url, loader, 0.02)
@@ -90,7 +90,7 @@ def test_epochs_that_are_over_at_once_are_one_training_loop(seed: int | None) ->
 
 
 def test_a_loop_is_in_the_list_once() -> None:
-    """With the epoch in which it is, and what it was given there, however many there were before; loops are apart."""
+    """A loop is listed with its current epoch and the batches sent in it; different loops are separate."""
     with serve(Rows(length=4), num_workers=1) as url:
         training, validation = (DataLoader(RemoteDataset(url), 1, seed=0) for _ in range(2))
         for _ in range(3):
@@ -103,14 +103,14 @@ def test_a_loop_is_in_the_list_once() -> None:
 
 
 def test_epochs_of_a_slow_loop_are_trainer_bound_however_short() -> None:
-    """What arrives ahead of the loop is asked for in one piece, and then the next epoch begins."""
+    """The diagnosis is right although one request fetches a whole short epoch."""
     with serve(Rows(0.002, length=10), num_workers=2) as url:
         consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.15)
     assert consumer["diagnosis"]["bottleneck"] == "training", consumer
 
 
 def test_workers_of_its_own_are_set_where_the_loader_is_made() -> None:
-    """A loader of an object of this process has the workers that it asks for."""
+    """The advice for a loader of a local object names the loader's num_workers."""
     with serve(Rows(0.2)) as url:
         consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, num_workers=1, shuffle=True), 0.05)
     assert consumer["diagnosis"]["bottleneck"] == "loader", consumer
@@ -118,7 +118,7 @@ def test_workers_of_its_own_are_set_where_the_loader_is_made() -> None:
 
 
 def test_slow_training_is_called_trainer_bound() -> None:
-    """And fewer workers would do."""
+    """The advice states that fewer workers would suffice."""
     with serve(Rows(0.01), num_workers=3) as url:
         consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.05)
     assert consumer["diagnosis"]["bottleneck"] == "training", consumer
@@ -139,7 +139,7 @@ def test_a_narrow_network_is_called_network_bound(start_server: StartServer) -> 
 
 
 def test_a_loop_that_has_stopped_gets_no_verdict() -> None:
-    """Whoever asks for nothing is held back by nothing that the server sees."""
+    """A consumer without requests has no bottleneck that the server could see."""
     with serve(Rows(), num_workers=1) as url:
         iterator = iter(DataLoader(RemoteDataset(url), 1, seed=0))
         next(iterator)

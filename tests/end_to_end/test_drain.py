@@ -1,4 +1,4 @@
-"""A server that is told to stop: what was asked is answered, nothing new is taken, nobody can keep it alive."""
+"""Shutdown of a server: pending requests are completed, new ones rejected, and no client can delay it without limit."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def register(server: ServerProcess, dataset: str) -> str:
 
 
 def asked(server: ServerProcess) -> bool:
-    """Whether a worker has begun what was asked."""
+    """Return True if a worker has started the requested batch."""
     return any(worker["state"] == "busy" for worker in server.stats()["workers"])
 
 
 def test_what_was_asked_is_answered(start_server: StartServer, gate: Path) -> None:
-    """Meanwhile new clients are told that the server is stopping; then it ends, and with code 0."""
+    """Meanwhile new requests are rejected because the server is stopping; then it exits with code 0."""
     server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "30")
     path = register(server, "slow")
     with Raw(server.url) as waiting, Raw(server.url) as idle:
@@ -85,7 +85,7 @@ def test_who_waits_in_vain_is_told(start_server: StartServer, gate: Path) -> Non
 
 @pytest.mark.parametrize("query", ["/0", "?start=0&stop=8"], ids=["one batch", "a stream"])
 def test_clients_that_do_not_read_keep_no_server_alive(start_server: StartServer, query: str) -> None:
-    """It ends within the grace, quietly, and nothing of it is left."""
+    """The server exits within the grace period, without errors in the log and without remaining processes."""
     server = start_server(TARGET + "heavy", "--num-workers", "2", "--shutdown-grace", "1")
     path = register(server, "heavy")
     family = psutil.Process(server.pid).children(recursive=True)
@@ -103,7 +103,7 @@ def test_clients_that_do_not_read_keep_no_server_alive(start_server: StartServer
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_now(start_server: StartServer, gate: Path, second: signal.Signals) -> None:
-    """Whatever is under way, and with the same exit code."""
+    """The server exits immediately with the same code, whatever is in progress."""
     server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "600")
     path = register(server, "slow")
     family = psutil.Process(server.pid).children(recursive=True)
@@ -144,7 +144,7 @@ def test_a_limit_of_files_that_is_too_low_is_one_line() -> None:
 
 
 def test_the_soft_limit_of_files_is_raised(start_server: StartServer) -> None:
-    """Each connection is a file, and shells begin with few."""
+    """The server raises the limit, because each connection is a file and shells have a low limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""What happens when something breaks: nothing is lost, nothing doubled, nothing left behind."""
+"""Faults: every batch arrives once, and all resources are released."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGET = "tests.end_to_end.hosted:"
 
 
 def test_an_error_of_the_dataset_arrives_at_its_batch() -> None:
-    """Same type, the remote traceback, the indices; then the iteration goes on."""
+    """The error has its type, the remote traceback and the indices; the iteration continues."""
     with serve(hosted.failing(), num_workers=2) as url:
         batches = iter(DataLoader(RemoteDataset(url), 4, output="numpy"))
         before = [next(batches).tolist() for _ in range(4)]
@@ -41,7 +41,7 @@ def test_an_error_of_the_dataset_arrives_at_its_batch() -> None:
 def test_a_worker_killed_in_the_middle_of_a_batch_is_replaced(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL in __getitem__: the epoch completes exactly, and the log and /stats say how long it took."""
+    """After SIGKILL in __getitem__, the epoch is exact, and log and /stats have the duration of the restart."""
     monkeypatch.setenv("KILL_MARKER", str(tmp_path / "killed"))
     server = start_server(f"kills={TARGET}kills_once", "--num-workers", "2")
     seen = [i for batch in DataLoader(RemoteDataset(server.url, "kills"), 3, output="numpy") for i in batch.tolist()]
@@ -58,7 +58,7 @@ def test_a_worker_killed_in_the_middle_of_a_batch_is_replaced(
 
 
 def test_a_batch_that_ends_every_worker_becomes_an_error(start_server: StartServer) -> None:
-    """After three workers, the batch is an error at its place that says how they ended; the others arrive."""
+    """After three exits an error with their reasons takes the batch's place; other batches arrive."""
     server = start_server(f"poisoned={TARGET}poisoned", "--num-workers", "2")
     batches = iter(DataLoader(RemoteDataset(server.url, "poisoned"), 2, output="numpy"))
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
@@ -77,7 +77,7 @@ class Fatal:
 
 
 class FatalWithLength(Fatal):
-    """The same, with fewer samples than it says, as far as anybody knows."""
+    """Dataset like `Fatal`, with fewer samples than its length."""
 
     def __len__(self) -> int:
         return 2
@@ -100,7 +100,7 @@ def test_a_sample_of_a_stream_that_ends_every_worker_becomes_an_error(kind: type
 
 
 def test_a_killed_and_restarted_server_continues_the_epoch(start_server: StartServer, free_port: int) -> None:
-    """SIGKILL of the server in mid-epoch, a new one on the same port: the client goes on with the very next batch."""
+    """After SIGKILL and a restart on the same port, the client continues with the next batch."""
     first = start_server(f"{TARGET}numbers", "--num-workers", "1", port=free_port)
     batches = iter(DataLoader(RemoteDataset(first.url, "numbers"), 5, output="numpy"))
     seen = [next(batches)[0].tolist() for _ in range(3)]
@@ -129,7 +129,7 @@ def test_a_server_that_stays_away_is_an_error_in_bounded_time(start_server: Star
 def test_a_batch_that_takes_too_long_is_a_timeout_and_comes_later(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's text; the iterator can be used after it, and nothing is lost."""
+    """The error has torch's text; the iterator stays usable, and the batch arrives later."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
     server = start_server(f"slow={TARGET}slow", "--num-workers", "1")
@@ -225,7 +225,7 @@ def test_a_changed_dataset_is_refused_in_mid_run(start_server: StartServer, tmp_
 
 
 def test_a_batch_over_the_limit_is_an_error_that_says_so() -> None:
-    """The size, the limit and what to do; other batches arrive."""
+    """The error has the size, the limit and what to do; other batches arrive."""
     dataset = hosted.Samples(lambda i: np.zeros(2**20 if i == 1 else 1, np.uint8), 3)
     with serve(dataset, num_workers=1, max_batch_bytes=2**18) as url:
         batches = iter(DataLoader(RemoteDataset(url), 1, output="numpy"))
@@ -238,7 +238,7 @@ def test_a_batch_over_the_limit_is_an_error_that_says_so() -> None:
 def test_a_server_starts_although_the_process_that_builds_its_datasets_is_killed(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice, by the kernel say, which was short of memory: the datasets are built once more."""
+    """Datasets are built again after two kills, for example by the kernel for lack of memory."""
     monkeypatch.setenv("KILL_MARKER", str(tmp_path / "builds"))
     monkeypatch.setenv("KILLS", "2")
     server = start_server(f"{TARGET}killed_while_built", "--num-workers", "1")
@@ -249,7 +249,7 @@ def test_a_server_starts_although_the_process_that_builds_its_datasets_is_killed
 def test_a_server_whose_datasets_kill_their_process_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After three attempts it says how the process ended."""
+    """After three attempts the error states how the process ended."""
     monkeypatch.setenv("KILL_MARKER", str(tmp_path / "builds"))
     monkeypatch.setenv("KILLS", "9")
     done = piped(SERVER, f"{TARGET}killed_while_built", "--port", "0")

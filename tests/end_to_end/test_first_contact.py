@@ -1,4 +1,4 @@
-"""The first five minutes: each wrong turn that a new user takes ends in a sentence that says the next step."""
+"""First use: each common mistake of a new user results in an error with the next step."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def with_library():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a new user stands: a module with datasets, and one that needs what is not installed."""
+    """Create a user's folder: a module with datasets, and one with a missing dependency."""
     (tmp_path / "my_data.py").write_text(DATA)
     (tmp_path / "my_torch_data.py").write_text("from torch.utils.data import Dataset\n")
     return tmp_path
 
 
 def said(folder: Path, program: str, *arguments: str, **environment: str) -> str:
-    """What a command that cannot do what it was told says, on one line; nothing else than that may come of it."""
+    """Run a command that must fail; return its stderr as one line."""
     path = os.pathsep.join(str(ROOT / side) for side in ("client", "server", "shared"))
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True,
@@ -84,20 +84,20 @@ def said(folder: Path, program: str, *arguments: str, **environment: str) -> str
     ],
 )
 def test_a_dataset_that_cannot_be_hosted(folder: Path, dataset: str, next_step: str) -> None:
-    """What is wrong with it, and where to look or what to write."""
+    """The error has the reason, and where to look or what to write."""
     text = said(folder, SERVER, dataset, "--port", "0", "--num-workers", "1")
     assert next_step.format(folder=folder, environment=sys.prefix) in text
 
 
 def test_a_dataset_that_fails_shows_the_lines_of_its_own_code(folder: Path) -> None:
-    """And none of the server's or of the import system's."""
+    """The traceback has no lines of the server or of the import system."""
     text = said(folder, SERVER, "my_data:Broken", "--port", "0")
     assert f'File "{folder / "my_data.py"}", line 16, in __init__' in text
     assert text.count('File "') == 1
 
 
 def test_a_server_without_torch(folder: Path) -> None:
-    """A dataset that imports torch says that torch must be where the server runs."""
+    """The error for a dataset that imports torch states to install torch on the server."""
     without_torch = "import sys; sys.modules['torch'] = None\n"
     (folder / "sitecustomize.py").write_text(without_torch)
     path = os.pathsep.join(map(str, (folder, ROOT / "client", ROOT / "server", ROOT / "shared")))
@@ -106,7 +106,7 @@ def test_a_server_without_torch(folder: Path) -> None:
 
 
 def test_a_server_that_others_reach_needs_tokens(folder: Path) -> None:
-    """How to make one, and what else could be meant."""
+    """The error states how to create a token, and how to disable authentication."""
     text = said(folder, SERVER, "my_data:train", "--host", "0.0.0.0", "--port", "0")
     assert "teleloader-server token add trainer --file tokens.toml" in text
     assert "--insecure" in text
@@ -116,7 +116,7 @@ def test_a_server_that_others_reach_needs_tokens(folder: Path) -> None:
     ("program", "module", "extra"), [(SERVER, "click", "server"), (SERVER, "uvloop", "server"), (TOOLS, "click", "cli")]
 )
 def test_an_extra_that_is_not_installed(folder: Path, program: str, module: str, extra: str) -> None:
-    """What to install, in a line that can be copied."""
+    """The error has the installation command."""
     text = said(folder, f"import sys; sys.modules[{module!r}] = None; {program}", "--version")
     assert text.endswith(f"pip install 'teleloader[{extra}]'")
     assert "Traceback" not in text
@@ -124,7 +124,7 @@ def test_an_extra_that_is_not_installed(folder: Path, program: str, module: str,
 
 @pytest.mark.parametrize("module", ["uvloop", "fastapi", "uvicorn", "websockets"])
 def test_an_object_that_cannot_be_hosted_for_want_of_a_package(folder: Path, module: str) -> None:
-    """The same, in the process that wanted to load from it; it does not wait for a server that will not come."""
+    """The local process raises the same error, without waiting for a server."""
     text = said(
         folder,
         f"import sys; sys.modules[{module!r}] = None; import teleloader; teleloader.DataLoader([1], num_workers=1)",
@@ -136,34 +136,34 @@ def test_an_object_that_cannot_be_hosted_for_want_of_a_package(folder: Path, mod
 
 
 def refusal(kind: type[Exception], *arguments: str) -> str:
-    """Why there is no dataset; servers are not waited for."""
+    """Return the error for a dataset, without waiting for a server."""
     with pytest.raises(kind) as caught:
         RemoteDataset(*arguments, reconnect_timeout=0)
     return str(caught.value)
 
 
 def test_no_server(free_port: int) -> None:
-    """Where it was looked for, and what to look at."""
+    """The error has the URL and what to check."""
     text = refusal(ServerUnavailable, f"http://127.0.0.1:{free_port}")
     assert f"cannot connect to http://127.0.0.1:{free_port}: " in text
     assert text.endswith("Check that teleloader-server is running, and that the URL is correct.")
 
 
 def test_no_server_on_another_machine() -> None:
-    """Then it may be there, and listen to its own machine only."""
+    """The error states that the server may listen on its loopback address only."""
     text = refusal(ServerUnavailable, "http://no-such-machine.invalid:8000")
     assert text.endswith("A server without --host accepts only local connections.")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "cpu-box", "tcp://cpu-box:8000"])
 def test_an_address_that_is_no_url(url: str) -> None:
-    """What it must look like."""
+    """The error has the expected form."""
     assert refusal(ValueError, url) == f"invalid server URL {url!r}: expected http://host:port"
 
 
 @contextmanager
 def elsewhere(**answers: object) -> Iterator[str]:
-    """Some other server, or one of another release, with these answers, by the last part of their path."""
+    """Run a server other than a loader server of this version, with responses by the last part of the path."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -191,7 +191,7 @@ def elsewhere(**answers: object) -> Iterator[str]:
 
 
 def test_the_port_of_some_other_web_server() -> None:
-    """Its answer, and that it is no loader server's."""
+    """The error has its response, and states that this is not a loader server."""
     with elsewhere() as url:
         text = refusal(ProtocolError, url)
     assert text.startswith(f"{url}{DATASETS_PATH} responded with 404")
@@ -199,7 +199,7 @@ def test_the_port_of_some_other_web_server() -> None:
 
 
 def test_the_port_of_something_that_speaks_no_http() -> None:
-    """That it takes connections: whether a server runs there is not the question."""
+    """The error states that the port accepts connections, and does not ask whether a server runs."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer() -> None:
@@ -216,7 +216,7 @@ def test_the_port_of_something_that_speaks_no_http() -> None:
 
 
 def test_a_name_that_is_not_hosted(start_server: StartServer) -> None:
-    """The names that are, and where to write one."""
+    """The error has the hosted names, and where to specify one."""
     server = start_server("--demo", "--num-workers", "1")
     hosted = f"{server.url} hosts 'digits-train', 'digits-test'. Pass the name of a hosted dataset"
     assert refusal(UnknownDataset, server.url, "train") == f"unknown dataset 'train': {hosted}"
@@ -224,7 +224,7 @@ def test_a_name_that_is_not_hosted(start_server: StartServer) -> None:
 
 
 def test_a_token_that_is_missing(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where to say it; with it the first batch comes."""
+    """The error states where to set the token; with it the first batch arrives."""
     token = "a-token-that-is-long-enough"
     (tmp_path / "token").write_text(token)
     server = start_server("--demo", "--num-workers", "1", "--token-file", str(tmp_path / "token"))
@@ -238,7 +238,7 @@ def test_a_token_that_is_missing(start_server: StartServer, tmp_path: Path, monk
 
 
 def test_a_server_of_another_release() -> None:
-    """The two versions, and that both sides must be the same; also where what it hosts is told otherwise there."""
+    """The error has both versions and requires equal ones, also if the list of datasets has another form."""
     info = {
         "name": "train", "kind": "map", "type": "list", "length": 3, "version": "", "fingerprint": "f", "cpus": 2,
         "collate": "default", "worker_init": None, "functions": [], "seeding": "batch",
@@ -256,7 +256,7 @@ def test_a_server_of_another_release() -> None:
 
 
 def test_an_output_that_is_not_installed(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What to install."""
+    """The error has the installation command."""
     server = start_server("--demo", "--num-workers", "1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(TeleloaderError, match=r"pip install 'teleloader\[torch\]'"):

@@ -1,4 +1,4 @@
-"""Sessions that a server has forgotten, in mid-epoch: it was restarted, or the client was away for too long."""
+"""Sessions that a server lost during an epoch, because it restarted or the client was idle for too long."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Stateful:
 
 
 class Consumed:
-    """Samples that are given once, whichever process asks for them."""
+    """Dataset whose samples are yielded once, in whichever process."""
 
     def __iter__(self) -> Iterator[int]:
         for i in part():
@@ -108,7 +108,7 @@ cursor = KeptCursor()
 
 
 class Forgetting:
-    """A server that forgets what it knows of its clients.
+    """Server that loses its clients' sessions.
 
     Args:
         start: Starts it.
@@ -159,7 +159,7 @@ def delivered(server: Forgetting, dataset: str, num_workers: int, forget: str) -
     [("seeded", 2, "restart"), ("stateful", 2, "restart"), ("stateful", 1, "end_session")],
 )
 def test_an_epoch_continues(host: Callable[[str], Forgetting], dataset: str, num_workers: int, forget: str) -> None:
-    """From the last state that arrived, or by iterating again: nothing is lost or repeated."""
+    """The epoch continues from the last received state, or by repeated iteration; each sample arrives once."""
     samples, errors = delivered(host(dataset), dataset, num_workers, forget)
     assert (sorted(samples), errors) == (list(range(LENGTH)), [])
 
@@ -171,7 +171,7 @@ def test_an_epoch_continues(host: Callable[[str], Forgetting], dataset: str, num
 def test_an_epoch_that_cannot_continue_is_an_error(
     host: Callable[[str], Forgetting], dataset: str, num_workers: int, forget: str
 ) -> None:
-    """Each shard ends with `WorkerDied`, and no sample comes twice: none is lost or repeated in silence."""
+    """Each shard ends with `WorkerDied`: no sample is repeated, and none is lost silently."""
     samples, errors = delivered(host(dataset), dataset, num_workers, forget)
     assert len(samples) == len(set(samples))
     assert len(errors) == num_workers
@@ -193,7 +193,7 @@ def test_a_server_that_restarts_before_the_first_batch_is_an_error(
 
 
 def test_a_server_that_restarts_between_epochs_continues_an_iterator(host: Callable[[str], Forgetting]) -> None:
-    """As a persistent worker would, from the state in which the last epoch ended."""
+    """The next epoch continues from the final state of the previous one, as with a persistent worker."""
     server = host("cursor")
     loader = DataLoader(
         RemoteDataset(server.server.url, "cursor"), 5, num_workers=1, persistent_workers=True, output="numpy"
@@ -221,7 +221,7 @@ assert sorted(samples) == list(range(LENGTH))
 
 
 def test_a_program_that_is_stopped_with_its_server_continues() -> None:
-    """As by Ctrl-Z: the server, which was stopped too, does not take its own silence for that of its client."""
+    """After Ctrl-Z stopped both, the server does not count that time as the client's idle time."""
     program = subprocess.Popen(
         [sys.executable, "-c", STOPPED], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         start_new_session=True,

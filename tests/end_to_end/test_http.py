@@ -25,7 +25,7 @@ from tests.end_to_end import hosted
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[httpx.Client]:
-    """A client of a server with one dataset of 50 samples."""
+    """Yield an HTTP client of a server with one dataset of 50 samples."""
     with serve(hosted.samples["dict"], num_workers=2) as url, httpx.Client(base_url=url) as client:
         yield client
 
@@ -66,7 +66,7 @@ def test_a_batch_is_one_msgpack_array(server: httpx.Client, key: str) -> None:
 
 
 def test_a_batch_that_the_client_has_is_not_sent_again(server: httpx.Client, key: str) -> None:
-    """If-None-Match with the batch's ETag is answered with 304."""
+    """A request with If-None-Match and the batch's ETag gets status 304."""
     path = f"/v1/loaders/{key}/epochs/0/batches/1"
     etag = server.get(path).headers["etag"]
     again = server.get(path, headers={"If-None-Match": etag})
@@ -74,21 +74,21 @@ def test_a_batch_that_the_client_has_is_not_sent_again(server: httpx.Client, key
 
 
 def test_a_range_is_all_its_frames_in_order(server: httpx.Client, key: str) -> None:
-    """One after another, as they are ready."""
+    """The response contains all frames in order, each as soon as it is ready."""
     answer = server.get(f"/v1/loaders/{key}/epochs/3/batches", params={"start": 1, "stop": 7})
     addresses = [frame.batch_id for frame in _frames(answer)]
     assert addresses == [codec.BatchId(key, 3, k) for k in range(1, 7)]
 
 
 def test_a_range_of_what_is_ready_states_its_size(server: httpx.Client, key: str) -> None:
-    """With ready=true the answer has the first batches of the range, at least one, and a Content-Length."""
+    """With ready=true the response has the first batches of the range, at least one, and a Content-Length."""
     answer = server.get(f"/v1/loaders/{key}/epochs/4/batches", params={"start": 0, "stop": 7, "ready": True})
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert 1 <= len(_frames(answer)) <= 7
 
 
 def test_a_registration_can_be_asked_for(server: httpx.Client, key: str) -> None:
-    """What the loader was answered with when it was registered."""
+    """The response equals that to the loader's registration."""
     registered = server.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 8}).json()
     answer = server.get(f"/v1/loaders/{key}")
     assert (answer.status_code, answer.json()) == (200, registered)
@@ -125,7 +125,7 @@ BAD: list[tuple[str, str, Any, int, str, str]] = [
 def test_a_bad_request_gets_a_sentence(
     server: httpx.Client, key: str, method: str, path: str, body: Any, status: int, code: str, words: str
 ) -> None:
-    """problem+json: what was wrong, the value, what to do."""
+    """The response is problem+json with the reason, the value and what to do."""
     answer = server.request(method, path.format(key=key), json=body)
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
@@ -144,13 +144,13 @@ def test_a_body_that_is_too_large_is_refused(server: httpx.Client) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 10_000, b" " * 100_000], ids=lambda body: body[:4])
 def test_a_body_that_is_no_json_is_refused(server: httpx.Client, body: bytes) -> None:
-    """Empty, broken, not UTF-8, nested or too large."""
+    """Bodies that are empty, invalid, not UTF-8, nested or too large are rejected."""
     answer = server.post("/v1/loaders", content=body)
     assert (answer.status_code, answer.json()["code"]) == (422, "InvalidSpec")
 
 
 def test_another_protocol_version_is_refused(server: httpx.Client) -> None:
-    """426, with both versions and what to do."""
+    """The status is 426, with both versions and what to do."""
     answer = server.post("/v1/loaders", json={"dataset": "dataset"}, headers={PROTOCOL_HEADER: "2"})
     assert (answer.status_code, answer.json()["code"]) == (426, "VersionMismatch")
     assert (
@@ -181,7 +181,7 @@ def test_the_api_describes_itself(server: httpx.Client) -> None:
 
 
 def test_a_client_that_leaves_is_not_worked_for() -> None:
-    """Whoever asks for a whole epoch and goes away in the middle of it costs the workers nothing from then on."""
+    """After a client disconnects, no further batches of its range are computed."""
     dataset = hosted.Samples(lambda i: np.zeros(2**20, np.uint8), 500)
     with serve(dataset, num_workers=2) as url, httpx.Client(base_url=url) as client:
         key = client.post("/v1/loaders", json={"dataset": "dataset"}).json()["key"]
@@ -204,7 +204,7 @@ def _busy(client: httpx.Client) -> bool:
 
 
 def test_a_failure_is_not_kept_by_caches() -> None:
-    """What failed may go better later, so it is no immutable resource."""
+    """A failure is not an immutable resource, because a later attempt may succeed."""
     with serve(hosted.failing(), num_workers=1) as url, httpx.Client(base_url=url) as client:
         key = client.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 4}).json()["key"]
         failed = client.get(f"/v1/loaders/{key}/epochs/0/batches/4")
@@ -216,7 +216,7 @@ SESSION = {"dataset": "dataset", "order": "client", "session": "mine", "num_work
 
 
 def test_the_workers_of_a_killed_client_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its session is idle then; one whose client is there and asks for nothing is not."""
+    """A killed client's session becomes idle; that of a client without requests does not."""
     monkeypatch.setattr(service, "SESSION_IDLE", 0.5)
     monkeypatch.setattr(service, "HOUSEKEEPING_INTERVAL", 0.05)
     lives = (

@@ -1,4 +1,4 @@
-"""A training program that ends, in whatever way, ends at once and leaves nothing: real programs, a real server."""
+"""Exit of training programs: immediate and without leftovers, with real programs and a real server."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LEAVING = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """A server with a map-style dataset, a stream, and one that waits for ever."""
+    """Run a server with a map-style dataset, a stream, and a dataset that hangs."""
     target = "tests.end_to_end.hosted:"
     os.environ["GATE"] = "/nonexistent/gate"
     server = ServerProcess(
@@ -64,7 +64,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def program(server_url: str, text: str) -> subprocess.Popen[str]:
-    """A program that goes on from `BEGIN`."""
+    """Return a program that continues after `BEGIN`."""
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", BEGIN + textwrap.dedent(text), server_url],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -73,14 +73,14 @@ def program(server_url: str, text: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("how", LEAVING)
 def test_a_program_that_leaves_says_nothing(server: ServerProcess, how: str) -> None:
-    """No message at exit, exit code 0, no process left of it."""
+    """The program exits with code 0, without output and without remaining processes."""
     running = program(server.url, LEAVING[how])
     out, err = running.communicate(timeout=60)  # until all that hold its output have ended
     assert (running.returncode, out, err) == (0, "", "")
 
 
 def test_an_exception_in_the_loop_is_all_that_is_told(server: ServerProcess) -> None:
-    """One traceback, the user's."""
+    """The only output is the user's traceback."""
     running = program(server.url, "for batch in loader: raise ValueError('in the training step')")
     _, err = running.communicate(timeout=60)
     assert running.returncode == 1

@@ -1,4 +1,4 @@
-"""Who is still there: a server that is silent, a client that asks for nothing, a process that was forked."""
+"""Liveness: servers that do not respond, clients without requests, and forked processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TARGET = "tests.end_to_end.hosted:"
 
 
 def in_a_fork(function: Callable[[], bool]) -> bool:
-    """Whether `function` is true in a fork of this process, which then ends."""
+    """Return the result of `function` in a fork of this process, which then exits."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -33,7 +33,7 @@ def in_a_fork(function: Callable[[], bool]) -> bool:
 
 
 def test_a_server_that_stands_still_is_unavailable(start_server: StartServer) -> None:
-    """Its machine still answers for it: only asking it something tells."""
+    """The kernel of a stopped server still acknowledges data, so only a health check detects it."""
     server = start_server(f"{TARGET}many", "--num-workers", "1")
     dataset = RemoteDataset(server.url, "many", reconnect_timeout=0.2, stall_timeout=0.4)
     batches = iter(DataLoader(dataset, 10, output="numpy"))
@@ -62,7 +62,7 @@ def test_a_server_that_stood_still_goes_on(start_server: StartServer) -> None:
 def test_a_batch_may_take_as_long_as_it_takes(
     start_server: StartServer, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the server is silent: it is there, and after a while it is asked on another connection."""
+    """While a slow batch is computed, a health check on another connection shows that the server is alive."""
     gate = tmp_path_factory.mktemp("gate") / "gate"
     monkeypatch.setenv("GATE", str(gate))
     made: list[object] = []
@@ -74,7 +74,7 @@ def test_a_batch_may_take_as_long_as_it_takes(
 
 
 class _Watched(set[object]):
-    """The open connections; says when another one is made."""
+    """Open connections, with an event for new ones."""
 
     def __init__(self, made: list[object], then: Callable[[], object]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Watched(set[object]):
 def test_a_loop_that_thinks_for_long_keeps_its_workers(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, persistent: bool
 ) -> None:
-    """The server hears of its client though it is asked for nothing: in the epoch, and between two of them."""
+    """Heartbeats keep a session without requests alive, within an epoch and between two epochs."""
     touched = threading.Semaphore(0)
     touch = Server.touch
 
@@ -122,7 +122,7 @@ def test_a_loop_that_thinks_for_long_keeps_its_workers(
 def test_an_idle_connection_that_the_server_closed_is_made_anew(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a word: a trainer may think for longer than servers and proxies keep connections."""
+    """The client reconnects without a warning after a long step, in which servers and proxies close connections."""
     server = start_server(f"{TARGET}many", "--num-workers", "1")
     dataset = RemoteDataset(server.url, "many", reconnect_timeout=0)
     batches = iter(DataLoader(dataset, 10, prefetch_factor=1, num_workers=1, output="numpy"))
@@ -145,7 +145,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_iterates_for_itself(start_server: StartServer) -> None:
-    """As Lightning, notebooks and torch's own workers fork: loader and parent go on, each on its own connections."""
+    """After a fork, as by Lightning, notebooks and torch, child and parent use separate connections."""
     server = start_server(f"{TARGET}many", "--num-workers", "1")
     loader = DataLoader(RemoteDataset(server.url, "many"), 1000, output="numpy")
     batches = iter(loader)
@@ -175,7 +175,7 @@ def test_a_forked_process_cannot_go_on_with_an_iterator(url: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_keeps_no_connection_open(start_server: StartServer) -> None:
-    """When the parent closes it, the server learns of it though the child lives."""
+    """The server notices that the parent closed a connection, even while the child runs."""
     server = start_server(f"{TARGET}many", "--num-workers", "1")
     loader = DataLoader(RemoteDataset(server.url, "many"), 1, output="numpy")
     batches = iter(loader)
@@ -189,7 +189,7 @@ def test_a_forked_process_keeps_no_connection_open(start_server: StartServer) ->
             try:
                 mine.add(os.readlink(f"/proc/self/fd/{fd}"))
             except FileNotFoundError:
-                continue  # the one that lists them
+                continue  # the descriptor of the listing itself
         return not files & mine
 
     assert in_a_fork(has_none)

@@ -1,4 +1,4 @@
-"""Bad networks between a client and a real server: every batch arrives exactly once, or one clear error does."""
+"""Network faults between a client and a real server: every batch arrives exactly once, or one clear error does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serve(start_server: StartServer, *arguments: str, port: int = 0, workers: in
 
 @pytest.fixture(scope="module")
 def server_url() -> Iterator[str]:
-    """The URL of one server for all tests that break only the network: each has a proxy of its own."""
+    """Return the URL of a server for all tests with network faults, each of which has its own proxy."""
     server = ServerProcess("--port", "0", *DATASETS, "--num-workers", "1")
     yield server.url
     server.end()
@@ -82,7 +82,7 @@ class Checked:
             assert next(self.batches, None) is None
 
     def take_until(self, condition: Callable[[], bool]) -> None:
-        """Take batches until something has happened, of further epochs too."""
+        """Load batches, also of further epochs, until a condition is true."""
         while not condition():
             if self.taken == len(self._plan):
                 self.take()
@@ -90,7 +90,7 @@ class Checked:
             self.take(1)
 
     def resume(self, state: dict[str, Any], taken: int) -> None:
-        """Go on with the epoch where another one was left."""
+        """Continue an epoch where another object stopped."""
         self.loader.load_state_dict(state)
         self.batches, self.taken = iter(self.loader), taken
 
@@ -102,7 +102,7 @@ class Checked:
 
 @pytest.fixture
 def untiring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damaged answers are asked for again at once, however many come in a row: for tests that break hundreds."""
+    """Retry damaged responses without delay and limit, for tests with hundreds of them."""
     monkeypatch.setattr(backoff, "FIRST_DELAY", 0.001)
     monkeypatch.setattr(fetcher, "MAX_DAMAGED", 1000)
 
@@ -112,7 +112,7 @@ def untiring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", [Reset(), Cut(), Reset(0), Cut(0), Reset(1), Cut(1)], ids=repr)
 def test_a_connection_that_breaks_in_the_middle_of_a_batch_is_made_again(proxy: FaultProxy, fault: Fault) -> None:
-    """N1: by RST or FIN, anywhere in a frame: nothing of the partial frame is used, nothing is lost."""
+    """N1: after RST or FIN anywhere in a frame, the partial frame is discarded and requested again."""
     epoch = Checked(proxy.url, "large", 4)
     for _ in range(5):
         proxy.arm(fault)
@@ -130,11 +130,11 @@ def test_all_connections_that_break_at_once_are_made_again(proxy: FaultProxy) ->
     epoch.take()
 
 
-# -- silence
+# -- stalled connections
 
 
 def test_a_silent_network_is_an_error_in_bounded_time_and_is_gone_on_with(proxy: FaultProxy) -> None:
-    """N2: neither RST nor FIN tells of it; after `stall_timeout` the client asks, after `reconnect_timeout` it says."""
+    """N2: after `stall_timeout` a health check detects it; an error follows after `reconnect_timeout`."""
     epoch = Checked(proxy.url, "large", 4, reconnect_timeout=1)
     epoch.take(3)
     proxy.line = Line(silent=True)
@@ -149,7 +149,7 @@ def test_a_silent_network_is_an_error_in_bounded_time_and_is_gone_on_with(proxy:
 
 
 def test_a_network_that_is_silent_for_a_while_costs_that_while(proxy: FaultProxy) -> None:
-    """N2: the iteration goes on by itself when bytes flow again."""
+    """N2: the iteration continues by itself when data flow again."""
     epoch = Checked(proxy.url, "large", 4)
     epoch.take(3)
     proxy.line = Line(silent=True)
@@ -167,7 +167,7 @@ def _heal_after(proxy: FaultProxy, condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("fault", [Stall(), Stall(0), Omit()], ids=repr)
 def test_an_answer_that_stops_in_the_middle_is_asked_for_again(proxy: FaultProxy, fault: Fault) -> None:
-    """N2: though the server answers everything else, and the connection stays open."""
+    """N2: this holds although other responses arrive, and the connection stays open."""
     epoch = Checked(proxy.url, "large", 4)
     proxy.arm(fault)
     epoch.take()
@@ -187,7 +187,7 @@ def test_any_damaged_byte_of_a_frame_is_noticed(proxy: FaultProxy, kind: type[Fl
         sizes.append(codec.frame_size(body[: codec.PROLOGUE_SIZE]))
         return body
 
-    # for an order of the client's own there are few batches in an answer: most of it is the first frame
+    # with a client-side sampler, a response has few batches: most of it is the first frame
     order = [[index] for index in range(5000)]
     dataset = RemoteDataset(proxy.url, "small", stall_timeout=STALL_TIMEOUT)
     batches = enumerate(DataLoader(dataset, batch_sampler=order, output="numpy"))
@@ -207,10 +207,10 @@ def test_any_damaged_byte_of_a_frame_is_noticed(proxy: FaultProxy, kind: type[Fl
 
 @pytest.mark.parametrize("part", ["request", "head", "body"])
 def test_one_damaged_bit_leads_to_the_right_batch(start_server: StartServer, part: Part) -> None:
-    """Whichever bit of a request's head, of a response's head or of a frame is turned, each batch arrives exactly.
+    """With any single flipped bit in a request's head, a response's head or a frame, each batch arrives exactly.
 
-    A damaged request can be refused in every way, ask for something else, or never end; a damaged response can have any
-    status, size or version. This test turns one bit of each byte, and each bit of the status and of the version.
+    A damaged request can be rejected in every way, request something else, or never end; a damaged response can have
+    any status, size or version. This test flips one bit of each byte, and each bit of the status and of the version.
     """
     sizes: list[int] = []
 
@@ -242,7 +242,7 @@ def test_one_damaged_bit_leads_to_the_right_batch(start_server: StartServer, par
 
 @pytest.mark.parametrize("part", ["request", "head", "body"])
 def test_one_damaged_bit_leads_to_the_right_sample(start_server: StartServer, part: Part) -> None:
-    """The same holds where a single sample is looked at: its frame and its address are checked, too."""
+    """The same holds for single samples, whose frame and index are checked, too."""
     sizes: list[int] = []
 
     def measure(content: bytes) -> bytes:
@@ -269,7 +269,7 @@ damage = st.one_of(
 
 @pytest.mark.usefixtures("untiring")
 def test_damage_anywhere_in_large_frames_is_noticed(proxy: FaultProxy) -> None:
-    """N3: bits that are turned, bytes that come twice and cuts, two answers in a row."""
+    """N3: flipped bits, repeated bytes and cuts are detected in two consecutive responses."""
     epoch = Checked(proxy.url, "large", 3)
 
     @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
@@ -285,7 +285,7 @@ def test_damage_anywhere_in_large_frames_is_noticed(proxy: FaultProxy) -> None:
 
 @pytest.mark.usefixtures("untiring")
 def test_frames_that_are_swapped_are_not_taken_for_each_other(proxy: FaultProxy) -> None:
-    """N3: each is whole and has a right checksum, and is not the one that was asked for."""
+    """N3: an intact frame with a valid checksum is rejected if it is not the requested one."""
     swapped = 0
 
     def swap(body: bytes) -> bytes:
@@ -305,7 +305,7 @@ def test_frames_that_are_swapped_are_not_taken_for_each_other(proxy: FaultProxy)
 
 @pytest.mark.usefixtures("untiring")
 def test_a_frame_that_comes_again_is_not_taken_for_the_next_one(proxy: FaultProxy) -> None:
-    """N3: an answer of before, whole, in the place of another one."""
+    """N3: an intact earlier response in place of another one is rejected."""
     bodies: list[bytes] = []
     replayed = 0
 
@@ -324,7 +324,7 @@ def test_a_frame_that_comes_again_is_not_taken_for_the_next_one(proxy: FaultProx
 
 
 def test_a_network_that_damages_everything_is_a_clear_error(proxy: FaultProxy) -> None:
-    """N3: three damaged answers in a row are not the chance of a moment."""
+    """N3: three consecutive damaged responses raise an error."""
     epoch = Checked(proxy.url, "large", 4)
     epoch.take(1)
     proxy.arm(Flip(), times=1000)
@@ -332,11 +332,11 @@ def test_a_network_that_damages_everything_is_a_clear_error(proxy: FaultProxy) -
         epoch.take()
 
 
-# -- slow networks and slow trainers
+# -- slow networks and slow training loops
 
 
 def test_a_slow_link_is_slow_and_nothing_else(proxy: FaultProxy) -> None:
-    """N4: a batch that takes longer than `stall_timeout` is no fault as long as bytes flow."""
+    """N4: a batch that takes longer than `stall_timeout` is no fault as long as data arrive."""
     epoch = Checked(proxy.url, "large", 4, reconnect_timeout=0)
     proxy.line = Line(latency=0.1, bandwidth=2**17)  # a batch in 2 s
     accepted = proxy.accepted
@@ -367,7 +367,7 @@ def test_a_trainer_that_takes_long_for_a_step_loses_nothing(start_server: StartS
                 epoch.take(1)
                 time.sleep(2 * STALL_TIMEOUT)
                 used = server.get("/stats").json()["server"]["memory_used"]
-                # what is fetched ahead of a loop whose pace is not known yet, and as much again; the epoch has 100
+                # twice the prefetch of a loop whose speed is not known yet; the epoch has 100 batches
                 assert used <= 32 * 4 * 2**16
         epoch.take()
 
@@ -376,7 +376,7 @@ def test_a_trainer_that_takes_long_for_a_step_loses_nothing(start_server: StartS
 
 
 def test_a_hundred_clients_return_to_a_server_that_restarts(start_server: StartServer, free_port: int) -> None:
-    """N9: all are back within ten seconds of its return, and none has lost or doubled anything."""
+    """N9: all clients reconnect within ten seconds, and receive each batch once."""
     first = serve(start_server, port=free_port)
     with ThreadPoolExecutor(20) as threads:
         epochs = list(threads.map(lambda _: Checked(first.url, batch_size=250), range(100)))
@@ -391,7 +391,7 @@ def test_a_hundred_clients_return_to_a_server_that_restarts(start_server: StartS
 def test_a_name_that_moves_to_another_address_is_followed(
     start_server: StartServer, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """N12: it is resolved anew each time that a connection is made."""
+    """N12: the host name is resolved again for each connection."""
     addresses = {"loader.test": "127.0.0.1"}
     resolve = socket.getaddrinfo
 
@@ -410,7 +410,7 @@ def test_a_name_that_moves_to_another_address_is_followed(
 
 
 def test_a_restarted_server_goes_on_with_the_very_next_batch(start_server: StartServer, free_port: int) -> None:
-    """S1: SIGKILL in the middle of answers, three times; nothing of the dead process is needed."""
+    """S1: this holds after three SIGKILLs during responses; no state of the killed process is needed."""
     server = serve(start_server, port=free_port)
     epoch = Checked(server.url, "large", 2)
     for _ in range(3):
@@ -424,7 +424,7 @@ def test_a_restarted_server_goes_on_with_the_very_next_batch(start_server: Start
 
 
 def test_a_server_that_stays_away_is_one_error_that_says_where_to_go_on(start_server: StartServer) -> None:
-    """S2: it names server, epoch and batch, comes in bounded time, and the state goes on elsewhere."""
+    """S2: the error has server, epoch and batch, comes in bounded time, and the state works elsewhere."""
     server = serve(start_server)
     epoch = Checked(server.url, "large", 4, reconnect_timeout=0.5)
     epoch.take(2)
@@ -440,7 +440,7 @@ def test_a_server_that_stays_away_is_one_error_that_says_where_to_go_on(start_se
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_of_two_servers_that_fails_is_done_without(start_server: StartServer, how: signal.Signals) -> None:
-    """S3: the other one gives all that is left; a stopped one is left after `stall_timeout`."""
+    """S3: the other server sends the remaining batches; a stopped one is ejected after `stall_timeout`."""
     failing, steady = serve(start_server), serve(start_server)
     epoch = Checked([failing.url, steady.url], "large", 2)
     epoch.take(20)
@@ -456,7 +456,7 @@ def test_one_of_two_servers_that_fails_is_done_without(start_server: StartServer
 
 @pytest.mark.parametrize("both", [False, True], ids=["one server", "two servers"])
 def test_a_server_that_stands_still_for_a_while_doubles_nothing(start_server: StartServer, both: bool) -> None:
-    """S5: what it still sends when it goes on is of connections that nobody reads any more."""
+    """S5: after it continues, its data belong to connections that are no longer read."""
     standing = serve(start_server)
     urls = [standing.url, *([serve(start_server).url] if both else [])]
     epoch = Checked(urls, "large", 2)
@@ -474,7 +474,7 @@ def test_a_server_that_stands_still_for_a_while_doubles_nothing(start_server: St
 
 
 def test_a_proxy_that_buffers_and_cuts_idle_connections_is_unnoticed(proxy: FaultProxy) -> None:
-    """N13: answers come whole and late; connections that the trainer left idle are gone when it comes back."""
+    """N13: responses arrive complete and late; idle connections are closed while the training loop computes."""
     proxy.line = Line(buffered=True, idle_limit=0.3)
     epoch = Checked(proxy.url, "large", 4)
     for _ in range(3):

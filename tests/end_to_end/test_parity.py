@@ -1,4 +1,4 @@
-"""Under the same seed, ``list(loader)`` is what it is with torch's own loader, for every way to choose an order."""
+"""Under the same seed, ``list(loader)`` equals that of torch's own loader for every type of sampler."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Shuffling:
 
 
 class BySize:
-    """A user-written batch sampler whose batches grow."""
+    """User-defined batch sampler whose batches grow."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -139,7 +139,7 @@ def test_batches_are_torchs(name: str, num_workers: int) -> None:
 
 @pytest.mark.parametrize("name", ["shuffled", "shuffled by a generator", "RandomSampler", "a sampler of one's own"])
 def test_persistent_workers_change_the_order_from_the_second_epoch(name: str) -> None:
-    """Torch does not draw the base seed again, so what comes after it is another number; and so it is here."""
+    """As in torch, the base seed is not drawn again, so that later random numbers differ."""
     persistent = both(Numbers(), fresh=ORDERS[name], num_workers=2, persistent_workers=True, epochs=4)
     others = both(Numbers(), fresh=ORDERS[name], num_workers=2, epochs=4)
     assert_same(persistent[0], others[0])
@@ -153,7 +153,7 @@ def test_persistent_workers_change_the_order_from_the_second_epoch(name: str) ->
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("length", [3, 10])
 def test_distributed_sampler_of_each_rank(length: int, shuffle: bool, drop_last: bool) -> None:
-    """Each of four ranks gets what it gets from torch, padding included, and set_epoch changes the order."""
+    """Each of four ranks has torch's indices, including padding, and set_epoch changes the order."""
     from torch.utils.data.distributed import DistributedSampler
 
     for rank in range(4):
@@ -170,7 +170,7 @@ def test_distributed_sampler_of_each_rank(length: int, shuffle: bool, drop_last:
 
 
 def test_samplers_that_give_lists_without_batching() -> None:
-    """With ``batch_size=None`` what the sampler gives is the index, also when it is a list: bulk reading."""
+    """With ``batch_size=None`` each value of the sampler is an index, also a list, for bulk reading."""
     dataset = Made(lambda index: np.array(index) * 2)
     (epoch,) = both(dataset, batch_size=None, sampler=[[1, 2], [3], [4, 5, 6]], epochs=1)
     assert [batch.tolist() for batch in epoch] == [[2, 4], [6], [8, 10, 12]]
@@ -183,13 +183,13 @@ def test_samplers_that_give_lists_without_batching() -> None:
 
 @pytest.mark.parametrize("index", [(1, 2), "name", {"a": 1}, 2.5, None, slice(1, 3)], ids=repr)
 def test_indices_of_any_kind(index: Any) -> None:
-    """An index need not be a number: whatever a sampler gives is handed to ``__getitem__``."""
+    """An index need not be an integer: ``__getitem__`` receives the sampler's value."""
     both(Made(repr), sampler=[index, index], batch_size=None)
     both(Made(repr), sampler=[index, index], batch_size=2)
 
 
 def test_batch_samplers_of_lists_in_lists() -> None:
-    """A batch may consist of indices that are tuples, as those of multi-scale samplers."""
+    """The indices of a batch may be tuples, as those of multi-scale samplers."""
     both(Made(lambda index: index[0] * index[1]), batch_sampler=[[(1, 2), (3, 4)], [(5, 6)]])
 
 
@@ -209,7 +209,7 @@ def test_an_endless_sampler() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_sampler_is_drawn_from_when_torch_draws_from_it(num_workers: int) -> None:
-    """A sampler of one's own that shares generators with the training loop: both find and leave them as with torch."""
+    """A sampler that shares generators with the training loop has the same effect as in torch."""
 
     def arguments() -> dict[str, Any]:
         return {"sampler": Shuffling(10), "batch_size": 2, "num_workers": num_workers}
@@ -227,7 +227,7 @@ def test_a_sampler_is_drawn_from_when_torch_draws_from_it(num_workers: int) -> N
 @pytest.mark.parametrize("name", ["shuffled", "shuffled by a generator", "RandomSampler", "in sequence"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loop_that_draws_by_itself(name: str, num_workers: int) -> None:
-    """What the loop draws between batches changes neither its batches nor what it draws, beside torch's loader."""
+    """Random numbers that the loop draws between batches, and the batches, equal those with torch's loader."""
     results: list[Any] = []
     for loader_of in (torchs, None):
         seed_everything()
@@ -277,7 +277,7 @@ def test_bulk_reading_is_used_where_there_is_any(batch_size: int | None) -> None
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("sizes", [(7,), (5, 2), (0, 4), (4, 0, 3), (3, 3, 3), (5, 1, 2, 7), (0, 0, 0, 0)])
 def test_streams_of_unequal_shards(sizes: tuple[int, ...], batch_size: int, drop_last: bool) -> None:
-    """1 to 4 shards: the same batches in the same order, each with what its worker draws from three generators."""
+    """1 to 4 shards give the same batches in the same order, with their workers' random numbers of three generators."""
     both(Noisy(*sizes), num_workers=len(sizes), batch_size=batch_size, drop_last=drop_last)
 
 
@@ -288,7 +288,7 @@ def test_streams_of_single_samples(sizes: tuple[int, ...]) -> None:
 
 
 def test_streams_with_persistent_workers_and_generators() -> None:
-    """Persistent workers draw on where they were; a generator decides the base seed."""
+    """Persistent workers continue their random numbers; a generator determines the base seed."""
     both(Noisy(5, 2), num_workers=2, batch_size=2, persistent_workers=True, epochs=3)
     both(Noisy(5, 2), num_workers=2, batch_size=2, fresh=lambda: {"generator": _generator()}, epochs=3)
 
@@ -296,13 +296,13 @@ def test_streams_with_persistent_workers_and_generators() -> None:
 @pytest.mark.parametrize("worker_init_fn", [None, narrow])
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3, 4])
 def test_sharded_ranges(num_workers: int, worker_init_fn: Any) -> None:
-    """A stream that every worker gives its part of; without workers it is one pass."""
+    """Each worker yields its part of the stream; without workers there is one iteration."""
     if worker_init_fn is None or num_workers:
         both(ShardedRange(3, 40), num_workers=num_workers, batch_size=4)
 
 
 def test_more_epochs_with_other_arguments_between() -> None:
-    """Several loaders in one script draw from the same generator, one after another."""
+    """Several loaders in one script use the same generator, one after another."""
     results: list[Any] = []
     for loader_of in (torchs, None):
         seed_everything(SEED + 1)

@@ -1,4 +1,4 @@
-"""A loop that was interrupted at any batch and goes on elsewhere gets what torch's own loader gives in one go."""
+"""A loop that was interrupted at any batch and resumed elsewhere gets the batches of torch's uninterrupted loader."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _through_json(state: Any) -> Any:
 
 
 def _interrupt(url: str, arguments: dict[str, Any], epoch: int, batch: int) -> tuple[list[Any], dict[str, Any]]:
-    """Stop before that batch; what came in the epoch, and the state as it is saved."""
+    """Stop before a batch; return the epoch's batches so far, and the saved state."""
     loader = DataLoader(RemoteDataset(url), **arguments)
     for _ in range(epoch):
         list(loader)
@@ -80,14 +80,14 @@ def _interrupt(url: str, arguments: dict[str, Any], epoch: int, batch: int) -> t
 
 
 def _go_on(loader: DataLoader, state: dict[str, Any], epoch: int, before: list[Any]) -> list[Any]:
-    """The whole of the epoch that was interrupted; the state stands in the next one if it was known to be over."""
+    """Return the whole interrupted epoch; the state may be at the next one if the end was known."""
     return before + list(loader) if state["epoch"] == epoch else before
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_interrupted_at_every_batch(name: str, epoch: int) -> None:
-    """What came before, the rest, and the epoch after it are torch's, and so are the generators at the end."""
+    """Batches before and after the resume, the next epoch and the final generators equal torch's."""
     dataset, fresh = CASES[name]
     with few_cpus_are_fine():
         expected = _in_one_go(dataset, fresh, epoch + 2)
@@ -129,7 +129,7 @@ def test_interrupted_with_persistent_workers(dataset: Any, fresh: Fresh) -> None
 
 @pytest.mark.parametrize("name", ["shuffled with workers", "shuffled by a generator", "two shards"])
 def test_interrupted_between_iter_and_the_first_batch(name: str) -> None:
-    """An epoch that was begun and of which nothing was taken is that epoch when it goes on, and so is the next."""
+    """An epoch that was started without a batch continues as this epoch, followed by the right one."""
     dataset, fresh = CASES[name]
     expected = _in_one_go(dataset, fresh, 2)
     seed_everything()
@@ -163,7 +163,7 @@ def test_interrupted_twice(name: str) -> None:
 
 
 def test_augmentation_goes_on_as_well() -> None:
-    """What the dataset draws for the rest of an epoch is what it would have drawn, shuffled or not."""
+    """Random numbers of the dataset in the rest of an epoch are the same, shuffled or not."""
 
     def arguments(shuffle: bool) -> dict[str, Any]:
         return {"batch_size": 2, "shuffle": shuffle, "num_workers": 2}
@@ -181,7 +181,7 @@ def test_augmentation_goes_on_as_well() -> None:
 
 
 def test_the_state_of_a_finished_epoch_is_the_next_ones_beginning() -> None:
-    """Saved after the loop has ended, the state goes on with the next epoch."""
+    """A state saved after the end of a loop resumes with the next epoch."""
     _, fresh = CASES["shuffled"]
     expected = _in_one_go(Numbers(), fresh, 3)
     seed_everything()
@@ -194,7 +194,7 @@ def test_the_state_of_a_finished_epoch_is_the_next_ones_beginning() -> None:
 
 
 def test_loading_the_state_into_the_same_loader() -> None:
-    """A loader goes back to where it was; what it drew meanwhile does not matter to what it gives then."""
+    """A loader returns to its saved position, whatever it drew in the meantime."""
     seed_everything()
     with ours(Numbers(), batch_size=2, shuffle=True) as loader:
         iterator = iter(loader)
@@ -219,7 +219,7 @@ def test_the_number_of_workers_does_not_matter_to_indices() -> None:
 
 @pytest.mark.parametrize("change", [{"num_workers": 1}, {"batch_size": 3}])
 def test_other_shards_are_refused(change: dict[str, Any]) -> None:
-    """The position in a stream is that of its shards: with others the state is refused, with both values."""
+    """A state of a stream depends on its shards: with others, the error has both values."""
     arguments = {"batch_size": 2, "num_workers": 2}
     with serve(ShardedRange(0, 20)) as url:
         _, state = _interrupt(url, arguments, 0, 3)
@@ -277,7 +277,7 @@ def test_resumed_in_another_process_on_another_server(
 
 
 def test_a_state_has_nothing_but_json() -> None:
-    """Whatever the order, the state survives JSON unchanged, and is not larger than a checkpoint can bear."""
+    """A state of any sampling order survives JSON unchanged, and has a limited size."""
     for dataset, fresh in CASES.values():
         with few_cpus_are_fine(), ours(dataset, **fresh()) as loader:
             next(iter(loader))

@@ -30,7 +30,7 @@ remove(socket, "AF_UNIX", "SO_REUSEPORT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_
 for name in ("fcntl", "resource", "termios", "pwd", "grp"):
     sys.modules[name] = None
 """
-"""Leaves what Windows has too, and `os.sysconf`, which asyncio needs on Unix. None as a module prevents its import."""
+"""Program that removes what Windows lacks but `os.sysconf`, which asyncio needs on Unix. None prevents an import."""
 
 LOAD = """
 from teleloader import DataLoader, RemoteDataset
@@ -57,7 +57,7 @@ def loaded(url: str, code: str, output: str = "numpy") -> str:
     return done.stdout
 
 
-# site loads modules of its own accord, for packages that are installed in place
+# site itself imports modules for editable installations
 _WITH_PACKAGES = f"import sys; sys.path += {sys.path!r}\n"
 
 

@@ -1,4 +1,4 @@
-"""What once went wrong: each test is named after the promise that was broken."""
+"""Regression tests, each named after the rule that was broken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGET = "tests.end_to_end.hosted:"
 
 
 def test_torch_that_is_loaded_in_the_middle_of_a_batch_is_seeded(start_server: StartServer) -> None:
-    """The first batch of each worker is drawn again, and the worker's info is there."""
+    """The first batch of each worker is computed again, with the worker's info."""
     need("torch")
     epochs = []
     for num_workers in ("1", "2", "3"):
@@ -37,7 +37,7 @@ def test_torch_that_is_loaded_in_the_middle_of_a_batch_is_seeded(start_server: S
 
 
 def test_a_failure_is_not_kept_when_its_cause_has_gone(tmp_path: Path) -> None:
-    """The next consumer's try is a new one."""
+    """Each consumer's request for a failed batch is a new attempt."""
     broken = tmp_path / "broken"
     broken.touch()
 
@@ -57,7 +57,7 @@ def test_a_failure_is_not_kept_when_its_cause_has_gone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [None, 0], ids=["as torch", "ahead"])
 def test_a_stuck_sample_does_not_keep_a_server_without_workers(seed: int | None) -> None:
-    """Leaving the block ends the server, though user code never returns, and whoever waits is told."""
+    """Leaving the block ends the server although user code hangs, and waiting clients get an error."""
     stuck, entered = threading.Event(), threading.Event()
 
     def sample(index: int) -> int:
@@ -77,7 +77,7 @@ def test_a_stuck_sample_does_not_keep_a_server_without_workers(seed: int | None)
 
 
 def test_sys_exit_in_a_server_without_workers_is_an_error_of_its_batch() -> None:
-    """It must not end the thread that loads."""
+    """SystemExit does not end the loading thread."""
 
     def sample(index: int) -> int:
         return sys.exit(3) if index == 1 else index
@@ -93,7 +93,7 @@ def test_sys_exit_in_a_server_without_workers_is_an_error_of_its_batch() -> None
 def test_a_stopping_server_does_not_end_its_clients(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
-    """SIGTERM while a client waits: it goes on with the server that comes after, and no traceback is logged."""
+    """After SIGTERM a waiting client continues with the next server, without a traceback in the log."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
     arguments = (f"slow={TARGET}slow", "--num-workers", "1", "--shutdown-grace", "1")
@@ -111,7 +111,7 @@ def test_a_stopping_server_does_not_end_its_clients(
 
 
 def test_iterators_of_one_loader_do_not_share_memory_that_is_in_use() -> None:
-    """Two at once see the same batches, each its own copy."""
+    """Two concurrent iterators yield equal batches in separate memory."""
     with serve(hosted.Samples(lambda i: np.full(50_000, i % 251, np.uint8), 600), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 4, output="numpy")
 
@@ -134,7 +134,7 @@ def test_a_server_that_was_left_gives_its_memory_back() -> None:
 
 
 def test_a_session_that_was_ended_gives_its_memory_back() -> None:
-    """Workers of a loader's own take it, and it goes with them, while the server goes on."""
+    """The memory of a loader's private workers is released with them, while the server continues."""
     before = _shared_mappings()
     with serve(hosted.Samples(lambda i: np.zeros(200_000, np.uint8), 40), num_workers=1) as url:
         batches = iter(DataLoader(RemoteDataset(url), output="numpy"))
@@ -146,7 +146,7 @@ def test_a_session_that_was_ended_gives_its_memory_back() -> None:
 
 
 def test_loops_that_are_left_are_no_errors_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever was on its way: nothing is logged."""
+    """Abandoned loops cause no log entry, whatever was in transit."""
     with serve(hosted.Samples(lambda i: np.zeros(1000), 3000), num_workers=2) as url:
         dataset = RemoteDataset(url)
         for _ in range(25):
@@ -156,13 +156,13 @@ def test_loops_that_are_left_are_no_errors_of_the_server(caplog: pytest.LogCaptu
 
 
 def _shared_mappings() -> int:
-    """Those of this process; other tests of the same one may have left some to the collector."""
+    """Return the number of this process's mappings, after collecting those of other tests."""
     gc.collect()
     return sum("memfd:teleloader" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_requests_without_a_name_do_not_fill_the_memory() -> None:
-    """What a client that has gone might still want goes for what one waits for."""
+    """Batches that only a disconnected client could request are evicted for awaited ones."""
     dataset = hosted.Samples(lambda i: np.zeros(2**20, np.uint8), 60)
     with serve(dataset, num_workers=1, memory_budget=8 * 2**20) as url:
         key = httpx.post(f"{url}/v1/loaders", json={"dataset": "dataset"}).json()["key"]
@@ -173,13 +173,13 @@ def test_requests_without_a_name_do_not_fill_the_memory() -> None:
 
 
 def test_a_thread_of_the_dataset_does_not_keep_the_server(start_server: StartServer) -> None:
-    """SIGTERM ends a server whose dataset has started a thread that never ends."""
+    """SIGTERM ends a server whose dataset has started an endless thread."""
     server = start_server(f"threaded={TARGET}threaded", "--num-workers", "1")
     assert server.end(signal.SIGTERM) == 0
 
 
 def test_a_long_configuration_reaches_the_forkserver(start_server: StartServer, tmp_path: Path) -> None:
-    """Longer than one read of its channel."""
+    """The configuration may be longer than one read of its channel."""
     config = tmp_path / "loader.toml"
     names = json.dumps([f"file-{i:060}" for i in range(5000)])
     config.write_text(f'[datasets.many]\nfactory = "{TARGET}of_names"\nkwargs = {{ names = {names} }}\n')
@@ -188,7 +188,7 @@ def test_a_long_configuration_reaches_the_forkserver(start_server: StartServer, 
 
 
 def test_single_damaged_answers_are_not_three_in_a_row() -> None:
-    """Each is asked for again, however many there are in an epoch."""
+    """Each damaged response is requested again, whatever their number in an epoch."""
 
     def answer(request: Request) -> bytes:
         body = bytearray(request.right())
@@ -203,7 +203,7 @@ def test_single_damaged_answers_are_not_three_in_a_row() -> None:
 
 
 def test_workers_that_never_start_are_an_error() -> None:
-    """Whoever waits is told, instead of waiting for ever."""
+    """Waiting clients get an error instead of waiting forever."""
 
     def end(worker: int) -> None:
         os._exit(7)
@@ -236,7 +236,7 @@ def _states(loader: DataLoader) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 @pytest.mark.parametrize("value", [-1, "a", 1.0, True, None])
 def test_an_epoch_is_a_whole_number(value: Any) -> None:
-    """What is none is refused at once; NumPy's integers are."""
+    """Other values are rejected immediately; NumPy's integers are valid."""
     with serve(hosted.Samples(lambda i: i), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), output="numpy")
         with pytest.raises(ValueError, match="epoch must be a non-negative integer, got"):

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
 
 
 class Counter(IterableDataset):  # type: ignore[misc]
-    """Each worker gives some numbers, with random ones; the dataset counts them, and how often it was iterated."""
+    """Shards of numbers and random numbers; the dataset counts samples and iterations."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
@@ -75,7 +75,7 @@ class Counter(IterableDataset):  # type: ignore[misc]
         self.passes += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place, and how often the dataset was iterated."""
+        """Return the position and the number of iterations."""
         return {"place": self.place, "passes": self.passes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Counter(IterableDataset):  # type: ignore[misc]
 
 
 class OneTime(Counter):
-    """A dataset that is its own iterator, and is over after one pass."""
+    """Dataset that is its own iterator, and can be iterated once."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -100,7 +100,7 @@ class OneTime(Counter):
 
 
 class Buffered(IterableDataset):  # type: ignore[misc]
-    """Its iterators keep the state: an order that is drawn when the iteration begins, and a place in it."""
+    """Dataset whose iterators have a state: an order drawn at the start of the iteration, and a position."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -147,7 +147,7 @@ CASES.update(
 
 
 class DrawsFrom:
-    """A user-written sampler that draws each index from a generator of its own, in an attribute of any name."""
+    """User-defined sampler with its own generator in an attribute of any name."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -178,7 +178,7 @@ CASES.update(
 
 
 class Hidden:
-    """A sampler whose generator is not found, and cannot be repeated without a seed: its state leads to its order."""
+    """Sampler with a hidden generator, which cannot be repeated without a seed but has a state with its order."""
 
     def __init__(self, seed: int | None = None) -> None:
         source = random.Random(os.urandom(8) if seed is None else seed)
@@ -214,7 +214,7 @@ class Lists(Hidden):
 
 
 class Counted:
-    """A sampler that counts what it yields, as torchdata's StatefulDistributedSampler does."""
+    """Sampler that counts its indices, like torchdata's StatefulDistributedSampler."""
 
     def __init__(self) -> None:
         self.yielded = 0
@@ -229,7 +229,7 @@ class Counted:
             yield index
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many indices the current iteration has yielded, or the last one did."""
+        """Return the number of indices that the current or last iteration has yielded."""
         return {"yielded": self.yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -238,7 +238,7 @@ class Counted:
 
 
 class KeepsIterators:
-    """A sampler whose iterators keep the state."""
+    """Sampler whose iterators have the state."""
 
     def __init__(self) -> None:
         self._source = Hidden(3)
@@ -281,7 +281,7 @@ CASES.update({f"Stateful {name}": (Numbers(), fresh) for name, fresh in STATEFUL
 
 
 def _run(loader: DataLoader, epochs: range, states: list[tuple[int, str]]) -> list[Any]:
-    """Train; the training step draws random numbers, too.
+    """Train, with random numbers in the training step, too.
 
     Returns:
         All batches. `states` receives the loader's state at each position, after the number of batches before it.
@@ -327,14 +327,14 @@ def assert_resumes(dataset: Any, fresh: Callable[[], dict[str, Any]], epochs: in
 def test_a_resumed_run_equals_the_uninterrupted_run(name: str) -> None:
     """From a state of any position, a loader whose process is seeded otherwise yields all remaining batches."""
     dataset, fresh = CASES[name]
-    # where no generator is drawn from in each epoch and no workers stay, all later epochs are alike
+    # without random numbers per epoch and persistent workers, all later epochs are equal
     epochs = 2 if dataset in STREAMS.values() and not fresh()["persistent_workers"] else EPOCHS
     assert_resumes(dataset, fresh, epochs)
 
 
 @pytest.mark.parametrize("name", ["iterable-style", "Stateful iterator"])
 def test_a_process_that_loads_by_itself_continues_with_its_random_numbers(name: str) -> None:
-    """What iterating up to the place draws is not drawn from the generators that the training loop goes on with."""
+    """Iterating to the saved position does not use the training loop's generators."""
     seed_everything()
     states: list[tuple[int, str]] = []
     whole = _run(DataLoader(STREAMS[name], batch_size=2), range(2), states)
@@ -349,7 +349,7 @@ def test_a_process_that_loads_by_itself_continues_with_its_random_numbers(name: 
 @pytest.mark.parametrize("make", [Counter, OneTime])
 @pytest.mark.parametrize("is_left", [False, True], ids=["", "after an epoch that was left"])
 def test_a_process_that_loads_by_itself_resumes_on_the_same_object(make: type[Counter], is_left: bool) -> None:
-    """From a state of any position, before the first batch too, although the object was iterated since."""
+    """This holds for a state of any position, even before the first batch, after further iterations."""
     dataset = make(5)
     loader = DataLoader(dataset, batch_size=2)
     if is_left:
@@ -372,7 +372,7 @@ def test_a_process_that_loads_by_itself_resumes_on_the_same_object(make: type[Co
 def test_persistent_workers_resume_after_an_epoch_that_was_left(
     first_epoch: int, make: type[Counter], num_workers: int
 ) -> None:
-    """From any position, before the first batch too: each shard continues where its worker left the dataset."""
+    """From any position, even before the first batch, each shard continues at its worker's position."""
     arguments: dict[str, Any] = {"batch_size": 2, "num_workers": num_workers, "persistent_workers": True}
     with few_cpus_are_fine(), serve(make(40, 41, 42), num_workers=3) as url:
         remote = RemoteDataset(url)
@@ -394,7 +394,7 @@ def test_persistent_workers_resume_after_an_epoch_that_was_left(
 
 
 def test_a_state_waits_for_the_first_batches_although_they_exceed_the_memory_limit() -> None:
-    """Which pauses requests otherwise: the training loop waits here, and would take no batch."""
+    """The limit pauses requests, but the loop waits for the state and would consume no batch."""
     size = 100_000
     dataset = Emitting(size)
     with few_cpus_are_fine(), serve(dataset, num_workers=6) as url:
@@ -409,7 +409,7 @@ def test_a_state_waits_for_the_first_batches_although_they_exceed_the_memory_lim
 
 
 class Emitting:
-    """Arrays without end, and their number as the state."""
+    """Infinite dataset of arrays, whose number is the state."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -443,7 +443,7 @@ def test_iterators_have_the_length_of_their_epoch(arguments: dict[str, Any]) -> 
 
 
 def test_iterators_of_iterable_style_datasets_have_no_length() -> None:
-    """It is a TypeError, as with torch."""
+    """len() raises TypeError, as in torch."""
     with pytest.raises(TypeError):
         len(iter(torchs(Noisy(3), batch_size=1)))
     with serve(Noisy(3)) as url, pytest.raises(TypeError, match=r"use len\(loader\)"):
@@ -451,7 +451,7 @@ def test_iterators_of_iterable_style_datasets_have_no_length() -> None:
 
 
 class Unkeepable:
-    """An iterable-style dataset whose state holds what no state can."""
+    """Iterable-style dataset whose state contains an unsupported value."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(8))

@@ -24,7 +24,7 @@ HOSTED = "tests.end_to_end.hosted:"
 
 
 def test_help_shows_what_to_type() -> None:
-    """Examples for the server, for trying a dataset, and for the trainer."""
+    """The help has examples for the server, for checking a dataset, and for the training process."""
     done = piped(SERVER, "--help")
     assert done.code == 0
     for example in ("teleloader-server --demo", "teleloader-server check my_package.data:train", "RemoteDataset("):
@@ -33,7 +33,7 @@ def test_help_shows_what_to_type() -> None:
 
 
 def test_in_a_terminal_the_banner_says_all_at_a_glance() -> None:
-    """URL, datasets with sizes, workers, memory, how to connect and where to look."""
+    """The banner has URL, datasets with sizes, workers, memory, client code and dashboard."""
     arguments = (HOSTED + "numbers", HOSTED + "stream", "--port", "0", "--num-workers", "1", "--memory-budget", "64MiB")
     with terminal(SERVER, *arguments, columns=100) as screen:
         url = screen.await_text(r"is ready at (http://127.0.0.1:\d+) \(Ctrl-C stops it\)")[1]
@@ -66,7 +66,7 @@ def test_in_a_pipe_the_banner_is_lines_of_the_log(start_server: StartServer) -> 
 
 @pytest.mark.parametrize("closed", ["0", "1", "2", "012"])
 def test_a_server_needs_no_standard_streams(closed: str, free_port: int) -> None:
-    """Whoever starts it may have closed stdin, stdout and stderr: no socket takes their numbers, and it ends well."""
+    """With closed stdin, stdout and stderr, no socket uses their numbers, and the server exits normally."""
     closing = " ".join(f"{number}>&-" for number in closed)
     command = [sys.executable, "-c", SERVER, HOSTED + "numbers", "--port", str(free_port), "--num-workers", "1"]
     process = subprocess.Popen(["sh", "-c", f'exec "$@" {closing}', "sh", *command], cwd=ROOT)
@@ -87,7 +87,7 @@ def test_a_server_needs_no_standard_streams(closed: str, free_port: int) -> None
 
 
 def test_each_line_of_a_json_log_is_an_object(start_server: StartServer) -> None:
-    """With time, level, logger and message, whatever happens."""
+    """Each line has time, level, logger and message."""
     server = start_server(HOSTED + "numbers", "--num-workers", "1", "--log-format", "json")
     os.kill(server.worker_pids()[0], signal.SIGKILL)
     server.await_line("restarted as pid")
@@ -101,7 +101,7 @@ def test_each_line_of_a_json_log_is_an_object(start_server: StartServer) -> None
 
 @pytest.mark.parametrize("style", ["text", "json"])
 def test_the_log_names_the_request_that_a_batch_failed_for(style: str, start_server: StartServer) -> None:
-    """With the batch and its loader; the answer has the same id, and the log nothing that could be a secret."""
+    """The line has batch, loader and the response's request ID; the log contains no secrets."""
     server = start_server(
         HOSTED + "failing", "--num-workers", "1", "--log-format", style, "--log-level", "debug"
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_the_log_names_the_request_that_a_batch_failed_for(style: str, start_ser
 
 
 def test_a_problem_says_of_which_request_it_is(start_server: StartServer) -> None:
-    """Each that has one: what is not there, what cannot be, what is refused before it is read."""
+    """Errors for unknown, invalid and early rejected requests have the request ID."""
     server = start_server(HOSTED + "numbers", "--num-workers", "1")
     for path in ("/nothing", "/v1/loaders/none", "/stats?limit=many"):
         answer = httpx.get(server.url + path)
@@ -148,7 +148,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def length_at(url: str) -> int | None:
-    """How long the dataset is now; None while there is no server."""
+    """Return the current length of the dataset; None while the server is unavailable."""
     try:
         datasets = httpx.get(f"{url}/v1/datasets").raise_for_status().json()
     except httpx.HTTPError:
@@ -157,7 +157,7 @@ def length_at(url: str) -> int | None:
 
 
 def test_a_change_of_the_code_starts_the_server_anew(module: Path, start_server: StartServer) -> None:
-    """At the same address, with what the code says now."""
+    """The new server has the same address and the changed code."""
     server = start_server("changing_dataset:data", "--reload", "--num-workers", "1")
     assert length_at(server.url) == 3
     module.write_text("data = [0, 1, 2, 3, 4]\n")
@@ -179,7 +179,7 @@ def test_code_that_is_broken_for_a_while(module: Path, start_server: StartServer
 
 
 def test_a_trainer_goes_on_over_a_reload(module: Path, start_server: StartServer) -> None:
-    """As over any restart, where the dataset is as long as before."""
+    """A reload is like any restart if the dataset's length is unchanged."""
     module.write_text("data = list(range(1000))\n")
     server = start_server("changing_dataset:data", "--reload", "--num-workers", "1")
     batches = iter(DataLoader(RemoteDataset(server.url), 10, output="numpy"))
@@ -193,7 +193,7 @@ def test_a_trainer_goes_on_over_a_reload(module: Path, start_server: StartServer
 def test_a_change_of_the_configuration_starts_the_server_anew(
     module: Path, tmp_path: Path, start_server: StartServer
 ) -> None:
-    """And of nothing else that is in its folder."""
+    """Changes of other files in its folder cause no restart."""
     config = tmp_path / "configuration" / "loader.toml"
     config.parent.mkdir()
     config.write_text('[datasets.it]\nfactory = "changing_dataset:data"\n')
@@ -208,7 +208,7 @@ def test_a_change_of_the_configuration_starts_the_server_anew(
 
 
 def test_ctrl_c_ends_both(module: Path) -> None:
-    """The child gets it from the terminal, once: what was asked for is finished."""
+    """The child receives SIGINT from the terminal once, and completes pending requests."""
     with terminal(SERVER, "changing_dataset:data", "--port", "0", "--num-workers", "1", "--reload") as screen:
         screen.await_text(r"watch +teleloader")
         screen.press_ctrl_c()

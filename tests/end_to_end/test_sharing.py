@@ -1,4 +1,4 @@
-"""Several consumers of one epoch: each batch is made once."""
+"""Several consumers of one epoch: each batch is computed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.end_to_end.compare import assert_same
 
 
 def _epoch(url: str) -> list[Any]:
-    """With a seed: without one, a loader of the process that serves has workers and batches of its own."""
+    """Load an epoch with a seed, since otherwise a loader of the serving process has private workers."""
     return list(DataLoader(RemoteDataset(url), 4, True, seed=0, output="numpy"))
 
 
@@ -38,7 +38,7 @@ def test_two_consumers_share_the_work_and_a_late_one_gets_it_all() -> None:
 
 
 def test_without_a_seed_each_iteration_has_workers_of_its_own() -> None:
-    """As with torch: nothing is shared, and they end with it. Equal orders are equal batches all the same."""
+    """As in torch, workers are not shared and end with the iteration; equal orders give equal batches."""
     with serve(hosted.Samples(hosted.SAMPLES["dict"], 40), num_workers=2) as url:
         loader = DataLoader(RemoteDataset(url), 4, True, output="numpy")
         first, second = iter(loader), iter(loader)
@@ -58,7 +58,7 @@ def test_without_a_seed_each_iteration_has_workers_of_its_own() -> None:
 
 
 def test_loaders_of_other_processes_share(start_server: StartServer) -> None:
-    """With or without a seed: a map-style dataset's workers are the server's."""
+    """With or without a seed, loaders of other processes use the server's workers for map-style datasets."""
     server = start_server("tests.end_to_end.hosted:numbers", "--num-workers", "2")
     first, second = (list(DataLoader(RemoteDataset(server.url, "numbers"), 4, output="numpy")) for _ in range(2))
     assert_same(first, second)
@@ -68,7 +68,7 @@ def test_loaders_of_other_processes_share(start_server: StartServer) -> None:
 
 
 def test_what_is_no_longer_kept_is_computed_again() -> None:
-    """With memory for a few batches only, a late consumer still gets the whole epoch, bit for bit."""
+    """With memory for only a few batches, a later consumer gets the whole epoch, bit for bit."""
     import numpy as np
 
     dataset = hosted.Samples(lambda i: np.full((64, 1024), i, np.float32), 80)
@@ -81,7 +81,7 @@ def test_what_is_no_longer_kept_is_computed_again() -> None:
 
 
 def test_a_slow_consumer_costs_a_fast_one_nothing_but_memory() -> None:
-    """One client stops after its first batch; the other gets its whole epoch, within the memory budget."""
+    """One client stops after its first batch; the other receives its whole epoch, within the memory budget."""
     import numpy as np
 
     dataset = hosted.Samples(lambda i: np.full((64, 1024), i, np.float32), 400)

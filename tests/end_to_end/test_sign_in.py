@@ -1,4 +1,4 @@
-"""Signing in to the dashboard in a real browser, and what pages of other sites cannot make it do."""
+"""Sign-in to the dashboard in a real browser, and protection against cross-site requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def table(tmp_path: Path) -> TokenTable:
 
 @pytest.fixture
 def server(table: TokenTable, start_server: StartServer) -> ServerProcess:
-    """A server with those."""
+    """Run a server with these tokens."""
     return start_server(NUMBERS, "--num-workers", "1", "--tokens", str(table.path))
 
 
@@ -56,7 +56,7 @@ Open = Callable[..., Visit]
 
 @pytest.fixture
 def visit(browser: Browser, server: ServerProcess) -> Iterator[Open]:
-    """Open the page; nothing may be wrong with it until the end but what a test forgives."""
+    """Open the page, which must have no errors until the end except those that a test forgives."""
     opened = []
 
     def go(**options: Any) -> Visit:
@@ -113,7 +113,7 @@ def test_a_person_signs_in_and_out(visit: Open, table: TokenTable, server: Serve
 
 
 def test_a_wrong_token_is_told_of(visit: Open, table: TokenTable) -> None:
-    """In the form, which is empty again; the right one is taken then."""
+    """The form shows the error and is empty again; the right token is then accepted."""
     one = visit()
     until(one.page, "#state", "Signed out")
     sign_in(one.page, "not-one-of-the-servers-tokens")
@@ -125,7 +125,7 @@ def test_a_wrong_token_is_told_of(visit: Open, table: TokenTable) -> None:
 
 
 def test_a_token_that_is_not_for_figures_is_told_of(visit: Open, table: TokenTable) -> None:
-    """With the scope that it lacks; who is signed in can sign out, and is not said to have."""
+    """The page shows the missing scope; a signed-in user can sign out."""
     page = visit().page
     until(page, "#state", "Signed out")
     sign_in(page, table.secrets["trainer"])
@@ -209,7 +209,7 @@ def elsewhere(folder: Path) -> Iterator[str]:
 
 
 def test_pages_of_other_sites_can_do_nothing(browser: Browser, tmp_path: Path, start_server: StartServer) -> None:
-    """Not even where no token is needed: no loader is made, nothing is read, nothing is embedded."""
+    """Other sites can neither register loaders nor read or embed anything, even without tokens."""
     server = start_server(NUMBERS, "--num-workers", "1")
     (tmp_path / "site").mkdir()
     with elsewhere(tmp_path / "site") as site:
@@ -232,7 +232,7 @@ def test_pages_of_other_sites_can_do_nothing(browser: Browser, tmp_path: Path, s
 
 
 def test_streams_of_figures_are_left_to_others(server: ServerProcess, table: TokenTable) -> None:
-    """One token has half of them at most."""
+    """One token has at most half of the streams."""
     other = table.add("bob")
     table.write()
     with httpx.Client(base_url=server.url) as client, contextlib.ExitStack() as stack:
@@ -248,7 +248,7 @@ def test_streams_of_figures_are_left_to_others(server: ServerProcess, table: Tok
 
 
 def test_batches_behind_a_token_are_for_no_shared_cache(server: ServerProcess, table: TokenTable) -> None:
-    """It would give them to everybody."""
+    """Cache-Control is private, because a shared cache would serve batches to other users."""
     headers = {"Authorization": f"Bearer {table.secrets['anna']}"}
     with httpx.Client(base_url=server.url, headers=headers) as client:
         key = client.post("/v1/loaders", json={"dataset": "numbers", "batch_size": 4}).json()["key"]
@@ -257,14 +257,14 @@ def test_batches_behind_a_token_are_for_no_shared_cache(server: ServerProcess, t
 
 
 def test_a_path_with_a_slash_too_many_is_nothing(server: ServerProcess) -> None:
-    """A redirect would tell of what is there, whoever asks, and to wherever the header Host says."""
+    """A redirect would reveal existing paths without a token, and lead to any forged Host."""
     for path in ("/stats/", "/v1/datasets/"):
         assert httpx.get(f"{server.url}{path}", headers={"Host": "evil.example"}).status_code in (404, 421)
 
 
 @pytest.mark.parametrize("path", ["/stats", "/v1/datasets", "/metrics", "/docs", "/session"])
 def test_a_forged_host_or_origin_is_refused(server: ServerProcess, table: TokenTable, path: str) -> None:
-    """With a good token or without."""
+    """The request is rejected with or without a valid token."""
     for headers in ({}, {"Authorization": f"Bearer {table.secrets['anna']}"}):
         host = httpx.get(f"{server.url}{path}", headers={**headers, "Host": "evil.example"})
         assert (host.status_code, host.json()["code"]) == (421, "UnknownHost")
@@ -275,7 +275,7 @@ def test_a_forged_host_or_origin_is_refused(server: ServerProcess, table: TokenT
 
 
 def test_clients_may_call_the_server_by_any_name(server: ServerProcess, table: TokenTable) -> None:
-    """They say by a header that they are no page, whose script cannot send it; a page's Origin counts all the same."""
+    """Clients send a header that scripts of pages cannot send; an Origin is checked anyway."""
     headers = {"Authorization": f"Bearer {table.secrets['anna']}", "Host": "loader.example", NO_PAGE_HEADER: "1"}
     assert httpx.get(f"{server.url}/v1/datasets", headers=headers).status_code == 200
     headers["Origin"] = "http://evil.example"
@@ -283,7 +283,7 @@ def test_clients_may_call_the_server_by_any_name(server: ServerProcess, table: T
 
 
 def test_a_name_can_be_allowed(start_server: StartServer) -> None:
-    """As services are called by their names."""
+    """Host names of services can be allowed, with wildcards."""
     server = start_server(NUMBERS, "--num-workers", "1", "--allowed-host", "loader", "--allowed-host", "*.internal")
     for name, status in (("loader:8000", 200), ("a.b.internal", 200), ("internal", 421), ("other", 421)):
         assert httpx.get(f"{server.url}/v1/datasets", headers={"Host": name}).status_code == status
@@ -291,7 +291,7 @@ def test_a_name_can_be_allowed(start_server: StartServer) -> None:
 
 
 def test_every_answer_has_what_protects_browsers(server: ServerProcess, table: TokenTable) -> None:
-    """Whatever it is, an error or a page, and none may be embedded elsewhere."""
+    """Errors and pages have the security headers, and none may be embedded elsewhere."""
     with httpx.Client(base_url=server.url) as client:
         asked = [client.get(path) for path in ("/", "/dashboard/main.js", "/stats", "/nothing", "/healthz", "/session")]
         asked.append(client.get("/stats", headers={"Authorization": f"Bearer {table.secrets['anna']}"}))
@@ -307,7 +307,7 @@ def test_every_answer_has_what_protects_browsers(server: ServerProcess, table: T
 
 
 def test_wrong_tokens_cost_the_others_nothing(server: ServerProcess, table: TokenTable) -> None:
-    """However many are tried, who has the right one signs in at once, and the log stays short."""
+    """After many invalid tokens, a user with a valid one signs in immediately, and the log stays short."""
     stop = threading.Event()
     statuses: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Stages of loading: one that is added to the list is measured under its own name."""
+"""Stages of loading: an added stage is measured under its own name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_added_stage_is_measured_under_its_own_name(num_workers: int) -> None
 
 @pytest.mark.usefixtures("_doubling")
 def test_an_added_stage_runs_without_a_server() -> None:
-    """With ``DataLoader(object, num_workers=0)``, too."""
+    """The stage runs with ``DataLoader(object, num_workers=0)``, too."""
     assert next(iter(DataLoader(range(20), 5, output="numpy"))).tolist() == [0, 2, 4, 6, 8]
 
 
@@ -67,7 +67,7 @@ class Cache(Stage):
     folder: Path
 
     def run(self, batch: Batch) -> None:
-        """Set the frame from its file, or write the frame to one."""
+        """Read the frame from its file, or write the frame to it."""
         file = self.folder / "-".join(map(str, batch.task.batch_id))
         if file.exists():
             found = np.fromfile(file, np.uint8)
@@ -108,7 +108,7 @@ def _cache(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("_cache")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_cache_is_one_stage(num_workers: int, tmp_path: Path) -> None:
-    """On a hit no other stage runs; on a miss it stores the frame; its own time is measured under its name."""
+    """On a hit no other stage runs; on a miss the stage stores the frame; its time is measured separately."""
     read, passes, stages = tmp_path / "read", [], []
     for _ in range(2):
         with serve(Recorded(read), num_workers=num_workers) as url:
@@ -132,7 +132,7 @@ def test_a_cache_of_frames_does_not_run_without_a_server() -> None:
 
 
 class Unplaced(Stage):
-    """Set the frame to memory of its own."""
+    """Stage that sets the frame to its own memory."""
 
     name = "unplaced"
 
@@ -144,7 +144,7 @@ class Unplaced(Stage):
 
 
 class UnplacedHit(Unplaced):
-    """Set the frame without a call of `Batch.place`."""
+    """Stage that sets the frame without a call of `Batch.place`."""
 
     def run(self, batch: Batch) -> None:
         """Set the frame of batch 1."""

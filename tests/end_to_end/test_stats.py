@@ -1,4 +1,4 @@
-"""/stats, its stream and /metrics: what they say is what happened, and asking costs little."""
+"""/stats, its stream and /metrics: figures equal the real events, and requests are cheap."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def iter_of_five() -> FromFive:
 
 
 def stats_of(url: str, **query: int) -> dict[str, Any]:
-    """What /stats says."""
+    """Return the current /stats."""
     found: dict[str, Any] = httpx.get(f"{url}/stats", params=query).raise_for_status().json()
     return found
 
@@ -79,7 +79,7 @@ def registered(url: str, **spec: Any) -> str:
 
 
 def test_every_field_is_told(url: str) -> None:
-    """The answer has the fields of the records, and no others."""
+    """The response has exactly the fields of the records."""
     iterator = iter(DataLoader(RemoteDataset(url, "rows"), 2, seed=0))
     next(iterator)
     found = stats_of(url)
@@ -95,7 +95,7 @@ def test_every_field_is_told(url: str) -> None:
 
 
 def test_what_was_done_is_told() -> None:
-    """Totals are exact; what failed and what was slow is shown with its indices."""
+    """Totals are exact; failed and slow batches have their indices."""
     with serve(Rows(), num_workers=2) as url:
         iterator = iter(DataLoader(RemoteDataset(url), 10, seed=0))
         for _ in range(3):
@@ -128,7 +128,7 @@ def test_what_was_done_is_told() -> None:
 
 
 def test_an_epoch_that_only_its_end_tells_has_no_number_of_batches(url: str) -> None:
-    """None, and no number that stands for it."""
+    """The number of batches is None."""
     iterator = iter(DataLoader(RemoteDataset(url, "stream"), 2))
     next(iterator)
     (mine,) = [consumer for consumer in stats_of(url)["consumers"] if consumer["dataset"] == "stream"]
@@ -138,7 +138,7 @@ def test_an_epoch_that_only_its_end_tells_has_no_number_of_batches(url: str) -> 
 
 
 def test_a_busy_worker_says_what_it_does(start_server: StartServer, tmp_path: Path, monkeypatch: Any) -> None:
-    """And for how long; while it is at it for long, all its time counts as busy."""
+    """The worker shows task and duration, and counts as busy during a long batch."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
     server = start_server("tests.end_to_end.hosted:slow", "--num-workers", "1", "--batch-timeout", "0")
@@ -160,7 +160,7 @@ def test_a_busy_worker_says_what_it_does(start_server: StartServer, tmp_path: Pa
 
 
 def test_a_killed_worker_is_told(start_server: StartServer) -> None:
-    """What replaced it, and why."""
+    """The statistics have the replacement's restart and the reason."""
     server = start_server("tests.end_to_end.hosted:many", "--num-workers", "2")
     os.kill(server.worker_pids()[0], signal.SIGKILL)
     eventually(lambda: server.stats()["workers"][0]["restarts"] == 1)
@@ -170,7 +170,7 @@ def test_a_killed_worker_is_told(start_server: StartServer) -> None:
 
 
 def test_a_report_that_is_none_is_ignored(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request is refused for it, a right one is shown, and one that comes after a later one is not."""
+    """Invalid and outdated reports do not reject their requests; valid ones are shown."""
     monkeypatch.setattr(counters, "OVERTAKEN", 60.0)
     key = registered(url)
     path = f"{url}{batches_path(key, 0)}/0"
@@ -193,7 +193,7 @@ def test_a_report_that_is_none_is_ignored(url: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_thousand_consumers_fit_on_pages(url: str) -> None:
-    """A page has those who asked last, takes less than a megabyte; together the pages have each once."""
+    """A page has the latest consumers in less than a megabyte; all pages together have each once."""
     key = registered(url, batch_size=1)
     with httpx.Client() as client:
         for number in range(1000):
@@ -219,7 +219,7 @@ def test_a_thousand_consumers_fit_on_pages(url: str) -> None:
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """What the events of a stream hold."""
+    """Yield the content of a stream's events."""
     lines = response.iter_lines()
     for line in lines:
         assert line == "event: stats"
@@ -229,7 +229,7 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def test_the_stream_tells_the_same_again_and_again(url: str) -> None:
-    """One event at once, then one each interval."""
+    """The first event comes immediately, further ones after each interval."""
     with httpx.stream("GET", f"{url}/stats/stream", params={"interval": 0.5, "limit": 1}) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["cache-control"] == "no-store"
@@ -241,7 +241,7 @@ def test_the_stream_tells_the_same_again_and_again(url: str) -> None:
 
 
 def test_streams_are_limited_and_end_with_their_clients(url: str) -> None:
-    """One more is answered with 503; whoever leaves makes room."""
+    """Another stream is rejected with 503 until a client disconnects."""
     with ExitStack() as stack, httpx.Client() as client:
         for _ in range(MAX_WATCHERS):
             stack.enter_context(client.stream("GET", f"{url}/stats/stream"))
@@ -257,7 +257,7 @@ def test_streams_are_limited_and_end_with_their_clients(url: str) -> None:
 
 
 def test_a_stopping_server_ends_its_streams(start_server: StartServer) -> None:
-    """In order, and at once: nobody waits for the time that answers have."""
+    """Streams end properly and immediately, without the time limit for responses."""
     server = start_server("tests.end_to_end.hosted:many", "--num-workers", "1", "--shutdown-grace", "60")
     with httpx.stream("GET", f"{server.url}/stats/stream", params={"interval": 60}) as response:
         told = events(response)
@@ -303,7 +303,7 @@ def samples(text: str) -> Iterator[Sample]:
 
 
 def test_metrics_are_what_stats_says(url: str) -> None:
-    """Totals of the same things, and the histogram's count."""
+    """Totals and histogram counts equal those of /stats."""
     key = registered(url, batch_size=2)
     httpx.get(f"{url}{batches_path(key, 0)}/100").raise_for_status()
     found = scraped(url)
@@ -324,7 +324,7 @@ def test_metrics_are_what_stats_says(url: str) -> None:
 
 
 def test_counters_never_fall(start_server: StartServer) -> None:
-    """Not when a worker is killed, a session ends or a consumer goes."""
+    """Counters do not decrease when a worker is killed, a session ends or a consumer disconnects."""
     server = start_server("tests.end_to_end.hosted:many", "tests.end_to_end.hosted:stream", "--num-workers", "2")
 
     def happen(number: int) -> None:
@@ -356,7 +356,7 @@ NOT_BASE_UNITS = re.compile(
 
 
 def lint(text: str) -> list[str]:
-    """What ``promtool check metrics`` finds wrong: its rules, which are those of the naming conventions."""
+    """Return the errors that ``promtool check metrics`` would find, according to Prometheus' naming conventions."""
     found = []
     for family in families(text):
         name = family.name
@@ -379,7 +379,7 @@ def lint(text: str) -> list[str]:
 
 
 def test_metrics_keep_to_the_conventions(url: str) -> None:
-    """As promtool checks them; both formats can be read, and the official one says which it is."""
+    """Metrics follow promtool's rules; both formats are readable, with the right content types."""
     response = httpx.get(f"{url}/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert lint(response.text) == []
@@ -392,7 +392,7 @@ def test_metrics_keep_to_the_conventions(url: str) -> None:
 
 
 def test_promtool_finds_nothing_wrong(url: str) -> None:
-    """The rules above are a copy of its own; where it is installed, it is asked itself."""
+    """The rules above replicate promtool's, which is used if it is installed."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("needs promtool")
@@ -410,13 +410,13 @@ def test_each_metric_says_what_it_is(url: str) -> None:
 
 
 def test_the_lint_finds_what_is_wrong() -> None:
-    """It would fail if something were."""
+    """The check detects errors."""
     wrong = "# TYPE teleloader_waited_ms gauge\nteleloader_waited_ms 1\n# TYPE jobs_total gauge\njobs_total 1\n"
     assert len(lint(wrong)) >= 4
 
 
 def test_the_number_of_series_does_not_grow_with_consumers(url: str) -> None:
-    """Consumers are no label: each epoch's iterator is another one."""
+    """Consumers are not a label, because each epoch's iterator is a new one."""
     key = registered(url, batch_size=3)
 
     def take(count: int) -> int:
@@ -429,7 +429,7 @@ def test_the_number_of_series_does_not_grow_with_consumers(url: str) -> None:
 
 
 def test_the_number_of_series_is_bounded(url: str) -> None:
-    """By datasets, shared workers, stages and buckets, and kinds of errors; no other label is there."""
+    """Labels are datasets, shared workers, stages, buckets and kinds of errors, and no others."""
     allowed = {"dataset", "worker", "stage", "le", "type", "bottleneck", "state", "version"}
     for family in families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:
@@ -439,7 +439,7 @@ def test_the_number_of_series_is_bounded(url: str) -> None:
 
 
 def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(url: str) -> None:
-    """And for labels that they have."""
+    """The dashboard's metrics and labels exist."""
     registered(url)  # starts the workers
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))
     text = httpx.get(f"{url}/metrics").text
@@ -458,11 +458,11 @@ def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(url: str) -> 
     assert len(set(numbers)) == len(numbers)
 
 
-# -- what it costs
+# -- cost
 
 
 def test_memory_is_measured_for_all_who_ask_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes its time to say it, so it is asked again only when that has taken 1 % of the time at most."""
+    """Measuring takes at most 1 % of the time, because the kernel is slow: requests share results."""
     from teleloader_server.workers import procfs
 
     measured = []
@@ -485,11 +485,11 @@ def test_memory_is_measured_for_all_who_ask_at_once(url: str, monkeypatch: pytes
     assert len(measured) <= before + 1 + elapsed * 0.01 / 0.2
 
 
-# -- what OpenAPI says of errors
+# -- errors in OpenAPI
 
 
 def test_each_endpoint_says_what_its_errors_look_like(url: str) -> None:
-    """The one form that all have, and an error has it."""
+    """All errors have one documented form."""
     described = httpx.get(f"{url}/openapi.json").json()
     operations = [operation for path in described["paths"].values() for operation in path.values()]
     documented = [

@@ -1,6 +1,6 @@
 """Datasets of well-known streaming libraries: every sample of each epoch once, in another order each epoch.
 
-Each library is tested where it is installed; where TELELOADER_TEST_FRAMEWORKS=1 is set, all must be.
+Each library is tested if it is installed; with TELELOADER_TEST_FRAMEWORKS=1, all must be installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAND_INS: dict[str, dict[str, object]] = {
     "torchvision.transforms": {},
     "torchvision.transforms.functional": {"to_tensor": None},
 }
-"""Modules of torchvision, and the members that are imported by name."""
+"""Replacements of torchvision's modules, with members that are imported by name."""
 
 
 def needed(module: str) -> Any:
@@ -81,7 +81,7 @@ def indices(loader: Any) -> list[int]:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("make", [hugging_face, litdata, mosaic])
 def test_each_epoch_has_all_samples_in_an_order_of_its_own(make: Any, num_workers: int, tmp_path: Path) -> None:
-    """The dataset is told its epoch in each worker, and of its methods only those are called that fit."""
+    """Each worker sets the dataset's epoch, and calls only methods with the right signature."""
     with serve(make(tmp_path), num_workers=2) as url:
         loader = DataLoader(RemoteDataset(url), 4, num_workers=num_workers, output="numpy")
         epochs = [indices(loader) for _ in range(3)]
@@ -93,7 +93,7 @@ def test_each_epoch_has_all_samples_in_an_order_of_its_own(make: Any, num_worker
 
 
 def test_loaders_in_different_epochs_do_not_share_the_epoch_of_a_dataset() -> None:
-    """Hugging Face's keeps its epoch in memory that forks share; each worker has a copy of its own."""
+    """Hugging Face's keeps its epoch in memory shared by forks; each worker has its own copy."""
     with serve(hugging_face(Path()), num_workers=2) as url:
         loaders = [DataLoader(RemoteDataset(url), 4, num_workers=2, output="numpy") for _ in range(2)]
         expected = [indices(loaders[0]) for _ in range(3)]
@@ -126,6 +126,6 @@ def test_a_killed_worker_continues_from_the_state_of_the_dataset(tmp_path: Path)
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the libraries looks for anything in the network."""
+    """Prevent the libraries' network access."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,4 @@
-"""HTTPS with real certificates: who is trusted and who is not, and that all else holds there as it does without."""
+"""HTTPS with real certificates: trust decisions, and the same behavior as without TLS."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ HEAVY = "tests.end_to_end.hosted:heavy"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Those of all tests here."""
+    """Create the files of all tests in this module."""
     return Files(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(autouse=True)
 def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests' own environment holds does not count."""
+    """Remove the settings of the tests' own environment."""
     for name in ("TOKEN", "TOKEN_FILE", "CA", "CERT", "KEY"):
         monkeypatch.delenv(f"TELELOADER_{name}", raising=False)
 
@@ -54,7 +54,7 @@ def tls(cert: str, key: str, *more: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def server(files: Files) -> Iterator[ServerProcess]:
-    """A server that speaks TLS, at whose log it is looked in the end."""
+    """Run a server with TLS, and check its log at the end."""
     running = ServerProcess(
         "--port", "0", NUMBERS, MANY, HEAVY, *tls(*files.make("server", "127.0.0.1", "localhost")),
         "--memory-budget", "64MiB",
@@ -122,25 +122,25 @@ def test_older_versions_are_not(server: ServerProcess) -> None:
 
 
 def test_the_tools_speak_it(server: ServerProcess, files: Files) -> None:
-    """With the CA's file as an option."""
+    """The tools have an option for the CA's file."""
     done = piped(TOOLS, "peek", server.url, "numbers", "--ca", files.ca)
     assert done.code == 0, done
     refused = piped(TOOLS, "stats", server.url)
     assert (refused.code, "Set TELELOADER_CA" in refused.err) == (2, True), refused
 
 
-# -- who is not trusted
+# -- untrusted certificates
 
 
 def refusal(url: str, **credentials: Any) -> str:
-    """Why a client does not go on; it says so at once."""
+    """Return the error that a client raises immediately."""
     with pytest.raises(TlsError) as refused:
         RemoteDataset(url, "numbers", reconnect_timeout=1e9, **credentials)
     return str(refused.value)
 
 
 def test_a_certificate_of_another_ca_is_refused(server: ServerProcess, files: Files, tmp_path: Path) -> None:
-    """With the variable to set."""
+    """The error has the variable to set."""
     for credentials in ({}, {"ca": Files(tmp_path).ca}):
         said = refusal(server.url, **credentials)
         assert server.url in said
@@ -149,7 +149,7 @@ def test_a_certificate_of_another_ca_is_refused(server: ServerProcess, files: Fi
 
 
 def test_an_expired_certificate_is_refused(files: Files, start_server: StartServer) -> None:
-    """Whose clock may be the one that is wrong."""
+    """The error states to renew the certificate, or to check the clock."""
     day = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     pair = files.make("expired", "127.0.0.1", until=day)
     server = start_server(NUMBERS, *tls(*pair))
@@ -165,7 +165,7 @@ def test_a_certificate_for_another_name_is_refused(files: Files, start_server: S
 def test_https_at_a_plain_port_and_http_at_one_with_tls(
     server: ServerProcess, files: Files, start_server: StartServer
 ) -> None:
-    """The next step is to write the other one."""
+    """The error states to use the other scheme."""
     assert "the server uses TLS. Use an https:// URL" in refusal(server.url.replace("https", "http"))
     plain = start_server(NUMBERS, "--num-workers", "1")
     assert "the server does not use TLS. Use an http:// URL" in refusal(plain.url.replace("http", "https"), ca=files.ca)
@@ -182,13 +182,13 @@ def test_files_that_cannot_be_used_are_named(server: ServerProcess, tmp_path: Pa
 
 
 def test_a_server_that_is_not_there_is_still_waited_for(files: Files, free_port: int) -> None:
-    """TLS does not make an error of it that ends at once."""
+    """With TLS, the client also retries to connect to an unavailable server."""
     with pytest.raises(ServerUnavailable, match=r"tried for 0\.2 s"):
         RemoteDataset(f"https://127.0.0.1:{free_port}", ca=files.ca, reconnect_timeout=0.2)
 
 
 def test_credentials_travel_with_a_pickle_as_paths(server: ServerProcess, files: Files) -> None:
-    """What they name is read where it is opened."""
+    """Unpickling reads the files again."""
     assert pickle.loads(pickle.dumps(RemoteDataset(server.url, "numbers", ca=files.ca)))[3] == [3, 9.0]
 
 
@@ -196,7 +196,7 @@ def test_credentials_travel_with_a_pickle_as_paths(server: ServerProcess, files:
 
 
 def test_clients_may_have_to_have_a_certificate(files: Files, start_server: StartServer, tmp_path: Path) -> None:
-    """Of the CA that the server was told of; the error says which of the two is missing."""
+    """The client certificate must be of the configured CA; the error states whether it is missing or wrong."""
     server = start_server(NUMBERS, *tls(*files.make("mutual", "127.0.0.1"), "--ssl-ca-certs", files.ca))
     cert, key = files.make("client", "trainer-0")
     assert numbers_at(server.url, ca=files.ca, cert=cert, key=key) == list(range(100))
@@ -210,7 +210,7 @@ def test_clients_may_have_to_have_a_certificate(files: Files, start_server: Star
 def test_cas_of_clients_can_be_added_while_the_server_runs(
     files: Files, start_server: StartServer, tmp_path: Path
 ) -> None:
-    """One that is taken out is trusted until it is started again, and the log says so."""
+    """A removed CA stays trusted until a restart, which the log states."""
     other = Files(tmp_path)
     cas = tmp_path / "clients.pem"
     cas.write_text(Path(files.ca).read_text())
@@ -280,7 +280,7 @@ def serial(url: str) -> int:
 
 
 def test_a_renewed_certificate_is_shown_without_a_restart(files: Files, start_server: StartServer) -> None:
-    """Connections that are open go on; a pair that does not fit together is waited out."""
+    """Open connections continue; a mismatching pair of files is ignored until both match."""
     cert, key = files.make("renewed", "127.0.0.1")
     server = start_server(MANY, *tls(cert, key))
     first = serial(server.url)
@@ -298,7 +298,7 @@ def test_a_renewed_certificate_is_shown_without_a_restart(files: Files, start_se
 
 
 def connected(url: str) -> socket.socket:
-    """A connection that has not begun to speak TLS."""
+    """Open a connection, before its TLS handshake."""
     where = httpx.URL(url)
     found = socket.create_connection((where.host, where.port or 0))
     found.settimeout(60)
@@ -306,7 +306,7 @@ def connected(url: str) -> socket.socket:
 
 
 def test_who_never_finishes_the_handshake_is_let_go(server: ServerProcess, files: Files) -> None:
-    """Silent from the start, or in the middle of it; others load meanwhile."""
+    """Connections that stall before or during the handshake are closed; other clients are not affected."""
     hello = b"\x16\x03\x01\x02\x00\x01"
     silent = [connected(server.url) for _ in range(100)]
     for one in silent[::2]:
@@ -354,7 +354,7 @@ def test_an_answer_without_end_is_given_up_over_tls(files: Files) -> None:
 
 
 def test_a_request_that_breaks_a_rule_is_answered_over_tls(server: ServerProcess, files: Files) -> None:
-    """The answer arrives whole, and the connection ends."""
+    """The response arrives completely, and the connection is closed."""
     for request, status in (
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000, b"431 "),
         (b"POST /v1/loaders HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n", b"413 "),
@@ -370,14 +370,14 @@ def test_a_request_that_breaks_a_rule_is_answered_over_tls(server: ServerProcess
 
 
 def test_who_stops_in_a_head_is_let_go_over_tls(server: ServerProcess, files: Files) -> None:
-    """As without TLS: 408 after ten seconds."""
+    """The status is 408 after ten seconds, as without TLS."""
     with secured(server.url, files) as one:
         one.sendall(b"GET / HTTP/1.1\r\n")
         assert b"408 Request Timeout" in one.recv(1000)
 
 
 def test_who_does_not_read_costs_a_bounded_memory(server: ServerProcess, files: Files) -> None:
-    """Answers that are not taken are let go while they take more than the budget."""
+    """Responses that are not read are dropped while they exceed the budget."""
     with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=files.ca)) as client:
         key = client.post("/v1/loaders", json={"dataset": "heavy", "checksum": False}).json()["key"]
         greedy = [secured(server.url, files) for _ in range(16)]
@@ -390,7 +390,7 @@ def test_who_does_not_read_costs_a_bounded_memory(server: ServerProcess, files: 
 
 
 def test_a_server_with_tls_drains(files: Files, start_server: StartServer) -> None:
-    """What was asked for is finished, and the process ends soon."""
+    """Pending requests are completed, and the process exits soon."""
     server = start_server(HEAVY, *tls(*files.make("draining", "127.0.0.1")))
     batches = iter(DataLoader(RemoteDataset(server.url, ca=files.ca, reconnect_timeout=0.1), 1, output="numpy"))
     assert int(next(batches)[0, 0]) == 0
@@ -406,7 +406,7 @@ def test_a_server_with_tls_drains(files: Files, start_server: StartServer) -> No
 
 
 def test_a_server_with_tls_restarts_under_a_trainer(files: Files, start_server: StartServer, free_port: int) -> None:
-    """Nothing is lost or doubled."""
+    """Each batch arrives once."""
     pair = files.make("restarting", "127.0.0.1")
     first = start_server(MANY, *tls(*pair), port=free_port)
     batches = iter(DataLoader(RemoteDataset(first.url, ca=files.ca), 10, output="numpy"))

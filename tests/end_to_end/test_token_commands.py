@@ -106,7 +106,7 @@ def test_what_cannot_be_added_changes_nothing(file: Path, arguments: tuple[str, 
 
 @pytest.mark.parametrize("command", ["add", "revoke", "rotate", "list"])
 def test_an_invalid_file_is_not_edited(file: Path, command: str) -> None:
-    """A server would not read it either; the error says what is wrong with it."""
+    """A server would reject the file, too; the error has the reason."""
     for text in ("[ops\n", "[ops]\nscopes = []\n"):
         file.write_text(text)
         refused = token(command, file, *(() if command == "list" else ("ops",)))
@@ -185,7 +185,7 @@ def test_an_expired_token_is_rotated_with_a_new_expiry_only(file: Path) -> None:
 
 
 def test_a_link_stays_a_link(file: Path, tmp_path: Path) -> None:
-    """The file that it leads to is replaced, in its own folder."""
+    """The target of the link is replaced, in its own folder."""
     (tmp_path / "real").mkdir()
     file.symlink_to(tmp_path / "real" / "tokens.toml")
     assert token("add", file, "trainer").code == 0
@@ -194,7 +194,7 @@ def test_a_link_stays_a_link(file: Path, tmp_path: Path) -> None:
 
 
 def test_commands_at_the_same_time_lose_no_entry(file: Path) -> None:
-    """Each waits for the one before to have replaced the file."""
+    """Each command waits until the previous one has replaced the file."""
     names = [f"t{number}" for number in range(6)]
     command = [sys.executable, "-c", SERVER, "token", "add", "--file", str(file)]
     running = [subprocess.Popen([*command, name], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for name in names]
@@ -224,7 +224,7 @@ def test_a_failure_leaves_both_files_as_they_were(file: Path, tmp_path: Path, mo
 
 
 def test_a_running_server_applies_add_rotate_and_revoke(file: Path, start_server: StartServer) -> None:
-    """Revoking the last token leaves a server that refuses all clients, in the middle of an epoch too."""
+    """After the last token is revoked, the server rejects all clients, also within an epoch."""
     first = token("add", file, "trainer").out.strip()
     server = start_server(MANY, "--num-workers", "1", "--tokens", str(file))
     assert len(RemoteDataset(server.url, token=first)) == 100_000

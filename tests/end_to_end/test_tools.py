@@ -35,7 +35,7 @@ def tool(*arguments: str) -> Done:
 
 @pytest.fixture
 def figures() -> Iterator[tuple[MadeUpServer, str]]:
-    """A server that says what a test makes up, and its URL."""
+    """Run a server with fabricated statistics; yield it and its URL."""
     server = MadeUpServer()
     with serving(server):
         yield server, server.url
@@ -56,7 +56,7 @@ def hosting() -> Iterator[ServerProcess]:
 
 @pytest.mark.parametrize("command", ["stats", "bench", "peek", "audit"])
 def test_no_server_is_one_line_and_exit_code_2(command: str) -> None:
-    """On stderr; nothing is on stdout, where a program would read a result."""
+    """The error is on stderr; stdout, from which programs read results, is empty."""
     done = tool(command, NOWHERE)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"teleloader: cannot connect to {NOWHERE}")
@@ -65,7 +65,7 @@ def test_no_server_is_one_line_and_exit_code_2(command: str) -> None:
 
 @pytest.mark.parametrize("command", ["stats", "bench", "peek", "audit"])
 def test_what_is_no_url_is_said_to_be_none(command: str) -> None:
-    """With the form that one has."""
+    """The error has the form of a URL."""
     done = tool(command, "cpu-box:8000")
     assert (done.code, done.out) == (2, "")
     assert "invalid server URL 'cpu-box:8000': expected http://host:port" in done.err
@@ -74,7 +74,7 @@ def test_what_is_no_url_is_said_to_be_none(command: str) -> None:
 @pytest.mark.parametrize("url", ["http://", "http://[::1", "ftp://cpu-box", "http://cpu-box:99999", "http://h:80.", ""])
 @pytest.mark.parametrize("command", ["stats", "bench", "peek", "audit"])
 def test_a_url_that_cannot_be_is_one_line(command: str, url: str) -> None:
-    """And no traceback, whatever part of it is wrong."""
+    """The error has no traceback, whatever part of the URL is invalid."""
     done = tool(command, url)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"teleloader: invalid server URL {url!r}: expected http://host:port")
@@ -82,7 +82,7 @@ def test_a_url_that_cannot_be_is_one_line(command: str, url: str) -> None:
 
 
 def test_which_dataset_is_meant_must_be_said_where_there_are_several(hosting: ServerProcess) -> None:
-    """What there is, and that one must be named."""
+    """The error lists the datasets, and states to pass a name."""
     done = tool("peek", hosting.url)
     assert done.code == 2
     assert done.err.rstrip().endswith("'stream'. Pass the name of a hosted dataset")
@@ -90,7 +90,7 @@ def test_which_dataset_is_meant_must_be_said_where_there_are_several(hosting: Se
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
 def test_without_its_extra_the_command_says_what_to_install(missing: str) -> None:
-    """In one line, as teleloader-server does."""
+    """The error is one line, as that of teleloader-server."""
     done = piped(f"import sys; sys.modules[{missing!r}] = None; {TOOLS}", "stats", NOWHERE)
     assert (done.code, done.err) == (
         2, f"teleloader: the command requires {missing}, which is not installed: pip install 'teleloader[cli]'\n"
@@ -101,7 +101,7 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str) -> Non
 
 
 def test_stats_begins_with_the_verdicts_that_need_something_done(figures: tuple[MadeUpServer, str]) -> None:
-    """Whoever is held back by the loader comes first, then by the network, then those that are not held back."""
+    """Loader-bound consumers come first, then network-bound ones, then the others."""
     server, url = figures
     consumers = [
         dataclasses.replace(CONSUMER, consumer="slow-loop", diagnosis=TRAINER),
@@ -134,7 +134,7 @@ def test_stats_shows_what_the_server_says(figures: tuple[MadeUpServer, str]) -> 
 
 
 def test_stats_as_json_is_what_the_server_says(figures: tuple[MadeUpServer, str]) -> None:
-    """In one line, with nothing left out or added."""
+    """The output is one line with exactly the server's fields."""
     _, url = figures
     done = tool("stats", url, "--json")
     assert done.out.count("\n") == 1
@@ -154,7 +154,7 @@ def test_stats_shows_as_many_consumers_as_it_is_told_and_says_how_many_there_are
 
 
 def test_a_pipe_gets_no_escapes_and_no_cut_lines(figures: tuple[MadeUpServer, str]) -> None:
-    """Whatever consumers are called."""
+    """Output to a pipe has no escape sequences and no truncated lines, whatever the consumers' names."""
     server, url = figures
     name = "a-very-long-name" * 10
     server.stats = dataclasses.replace(made_up(), consumers=[dataclasses.replace(CONSUMER, consumer=name)])
@@ -198,7 +198,7 @@ def test_what_others_write_cannot_command_the_terminal(figures: tuple[MadeUpServ
 
 
 def test_a_server_that_says_something_else_is_no_riddle() -> None:
-    """What is missing is named, and how to see what there is."""
+    """The error lists the missing fields, and what to check."""
     server = MadeUpServer()
 
     async def other() -> dict[str, Any]:
@@ -213,7 +213,7 @@ def test_a_server_that_says_something_else_is_no_riddle() -> None:
 
 
 def test_watching_goes_on_in_place_until_ctrl_c(figures: tuple[MadeUpServer, str]) -> None:
-    """On a screen of its own, which is left again; the exit code is that of a program that Ctrl-C ended."""
+    """The command uses the alternate screen, restores the terminal, and exits with the code of SIGINT."""
     server, url = figures
     with terminal(TOOLS, "stats", url, "--watch", "--interval", "0.5", columns=80) as screen:
         screen.await_text("trainer-0: loader-bound")
@@ -227,7 +227,7 @@ def test_watching_goes_on_in_place_until_ctrl_c(figures: tuple[MadeUpServer, str
 
 
 def test_watching_a_server_that_goes_away_goes_on() -> None:
-    """It may be restarting."""
+    """The command continues, because the server may be restarting."""
     command = [sys.executable, "-c", TOOLS, "stats", "--watch", "--json", "--interval", "0.5"]
     server = MadeUpServer()
     with serving(server):
@@ -289,7 +289,7 @@ def test_peek_at_a_batch_that_is_an_error(hosting: ServerProcess) -> None:
 
 
 def test_peek_debugs_only_where_the_server_allows_it(hosting: ServerProcess, start_server: StartServer) -> None:
-    """Both sides say --debug; then the server's own process loads, and no worker."""
+    """With --debug on both sides, the server's own process loads, without workers."""
     refused = tool("peek", hosting.url, "failing", "17", "--debug")
     assert (refused.code, refused.out) == (2, "")
     assert "start the server with --debug" in refused.err
@@ -299,7 +299,7 @@ def test_peek_debugs_only_where_the_server_allows_it(hosting: ServerProcess, sta
 
 
 def test_peek_at_an_iterable_dataset(hosting: ServerProcess) -> None:
-    """Its first batch; after its end there is none."""
+    """The first batch is shown; after the end there is none."""
     assert json.loads(tool("peek", hosting.url, "stream", "--batch-size", "5", "--json").out)["parts"] == [
         {"path": "batch", "type": "int64", "shape": [5], "value": "0 to 4"}
     ]
@@ -316,14 +316,14 @@ def test_peek_at_an_iterable_dataset(hosting: ServerProcess) -> None:
     ],
 )
 def test_peek_at_what_is_not_there(arguments: list[str], words: str, hosting: ServerProcess) -> None:
-    """Exit code 2, and what was wrong."""
+    """The exit code is 2, with the reason."""
     done = tool("peek", hosting.url, *arguments)
     assert (done.code, done.out) == (2, "")
     assert words in done.err
 
 
 def test_whoever_only_looks_is_no_consumer(hosting: ServerProcess) -> None:
-    """Figures are of training loops; the samples that a program takes one by one are one consumer."""
+    """Statistics cover training loops; single samples of a program count as one consumer."""
     tool("peek", hosting.url, "dicts", "3")
     tool("peek", hosting.url, "dicts", "--indices", "1,2")
     samples = RemoteDataset(hosting.url, "dicts")
@@ -336,7 +336,7 @@ def test_whoever_only_looks_is_no_consumer(hosting: ServerProcess) -> None:
 
 
 def test_bench_measures_what_it_shows(hosting: ServerProcess) -> None:
-    """Rates are counts over time, and the loop's waits are a part of it."""
+    """Rates equal counts divided by time, and the data wait is a part of the time."""
     done = tool("bench", hosting.url, "numbers", "--batch-size", "10", "--seconds", "1", "--json")
     assert done.code == 0
     found = json.loads(done.out)
@@ -364,7 +364,7 @@ def test_bench_tells_the_servers_verdict(hosting: ServerProcess) -> None:
 
 
 def test_bench_says_how_long_a_verdict_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run that was too short for one; a longer one tells what the server says."""
+    """A run that is too short for a diagnosis states so; a longer one shows the server's diagnosis."""
     short = Measured(
         dataset="train", step=0.1, seconds=1.0, batches=1, samples=1, batch_bytes=1, first_batch=0.1, waited=0.5,
         wait_p50=0.1, wait_p95=0.1, wait_max=0.1,
@@ -379,7 +379,7 @@ def test_bench_says_how_long_a_verdict_takes(capsys: pytest.CaptureFixture[str])
 
 
 def test_bench_in_a_terminal_shows_how_far_it_is(hosting: ServerProcess) -> None:
-    """And ends by Ctrl-C without a result."""
+    """The command shows progress, and ends by Ctrl-C without a result."""
     arguments = ("bench", hosting.url, "slowly", "--batch-size", "4", "--seconds", "600")
     with terminal(TOOLS, *arguments, columns=80) as screen:
         screen.await_text(r"loading .* batches/s, [\d.]+ [KM]iB/s")
@@ -390,7 +390,7 @@ def test_bench_in_a_terminal_shows_how_far_it_is(hosting: ServerProcess) -> None
 
 
 def test_bench_ends_at_a_batch_that_is_an_error(hosting: ServerProcess) -> None:
-    """It would be no measurement."""
+    """The run would not be a measurement, so the command fails with the error."""
     done = tool("bench", hosting.url, "failing", "--batch-size", "1", "--seconds", "5")
     assert (done.code, done.out) == (1, "")
     assert "ValueError" in done.err
@@ -398,7 +398,7 @@ def test_bench_ends_at_a_batch_that_is_an_error(hosting: ServerProcess) -> None:
 
 
 def test_bench_of_an_iterable_dataset(hosting: ServerProcess) -> None:
-    """With as many shards as it is told."""
+    """The loader has the given number of shards."""
     done = tool("bench", hosting.url, "stream", "--batch-size", "5", "--num-workers", "2", "--seconds", "1", "--json")
     assert done.code == 0
     assert json.loads(done.out)["batches"] > 0
@@ -417,7 +417,7 @@ def test_audit_of_an_epoch_that_is_whole(world_size: str, hosting: ServerProcess
 
 
 def test_audit_counts_what_trainers_are_given(hosting: ServerProcess) -> None:
-    """The plan is not what is hoped for: it is what arrives."""
+    """The audit counts received batches, not planned ones."""
     ranks, seed = 3, 11
     visits = [0] * 100
     for rank in range(ranks):
@@ -447,7 +447,7 @@ def test_audit_says_why_samples_are_missing_or_repeated(hosting: ServerProcess) 
 
 
 class Sized:
-    """Iterable-style, and says how many it has."""
+    """Iterable-style dataset with a length."""
 
     def __len__(self) -> int:
         return 3
@@ -457,7 +457,7 @@ class Sized:
 
 
 def test_audit_of_a_dataset_without_numbers() -> None:
-    """An iterable-style dataset has no plan, also where it says its length."""
+    """An iterable-style dataset has no plan, even if it has a length."""
     with serve(Sized(), num_workers=1) as url:
         done = tool("audit", url)
     assert done.code == 2

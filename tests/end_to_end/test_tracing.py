@@ -1,4 +1,4 @@
-"""Traces of a batch's life, for those who have OpenTelemetry's SDK; nothing of it is loaded for the others."""
+"""Traces of a batch's life with OpenTelemetry's SDK; without it, nothing of it is imported."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ print(json.dumps([
 
 
 def spans(sampler: str) -> list[dict[str, Any]]:
-    """The spans of six batches, in a process of its own: what has loaded the SDK traces from then on."""
+    """Return the spans of six batches, from a separate process, because loading the SDK enables tracing."""
     need("opentelemetry.sdk")
     command = [sys.executable, "-W", "error", "-c", TRACED.format(sampler=sampler)]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
     found: list[dict[str, Any]] = json.loads(done.stdout)
-    # FastAPI has spans of its own
+    # FastAPI creates further spans
     return [span for span in found if span["name"] == "epoch" or span["name"].startswith("teleloader ")]
 
 
@@ -60,7 +60,7 @@ def test_a_batchs_life_is_one_trace() -> None:
     assert len({span["trace"] for span in found}) == 1
     parents = {(span["name"], None if span["parent"] is None else by_id[span["parent"]]["name"]) for span in found} - {
         ("teleloader queue", "teleloader response")
-    }  # where a worker was free at once there is no queue
+    }  # no queue span if a worker was idle
     assert parents == {
         ("epoch", None),
         ("teleloader request", "epoch"),
@@ -85,7 +85,7 @@ def test_what_is_not_sampled_costs_no_spans() -> None:
 
 
 def test_without_the_sdk_nothing_is_loaded() -> None:
-    """Neither side imports it by itself; FastAPI imports its API, where that is installed."""
+    """Neither side imports OpenTelemetry; FastAPI imports its API if that is installed."""
     program = """
 import sys, numpy as np
 from teleloader import DataLoader, RemoteDataset

@@ -52,12 +52,12 @@ def stream(url: str, key: str, **headers: str) -> Iterator[ClientConnection]:
 
 
 def send_range(socket: ClientConnection, epoch: int, start: int, stop: int) -> None:
-    """Ask for a range."""
+    """Request a range."""
     socket.send(msgpack.packb([epoch, start, stop]))
 
 
 def frames(socket: ClientConnection, count: int) -> list[codec.Frame]:
-    """So many frames, however many came in a message."""
+    """Receive a number of frames, whatever their distribution over messages."""
     found: list[codec.Frame] = []
     while len(found) < count:
         message = socket.recv(30)
@@ -77,7 +77,7 @@ def refusal(socket: ClientConnection) -> tuple[dict[str, Any], int]:
 
 
 def test_the_batches_are_those_of_http(url: str) -> None:
-    """Byte for byte, in the order of the asks, whatever the epochs."""
+    """Batches equal those over HTTP byte for byte, in the order of the requests, across epochs."""
     key = register(url, dataset="dict", shuffle=True, seed=3)
     with stream(url, key) as socket:
         for epoch, start, stop in (ranges := [(0, 2, 5), (7, 0, 1), (0, 0, 7)]):
@@ -97,7 +97,7 @@ def test_the_batches_are_those_of_http(url: str) -> None:
 
 
 def test_large_batches_arrive_whole(url: str) -> None:
-    """Each is a message of its own, written from the workers' memory."""
+    """Each large batch is one message, sent directly from the workers' memory."""
     with stream(url, register(url, dataset="heavy", batch_size=2)) as socket:
         send_range(socket, 0, 0, 5)
         for k in range(5):
@@ -110,18 +110,18 @@ def test_large_batches_arrive_whole(url: str) -> None:
 
 
 def records(url: str) -> dict[str, Any]:
-    """What /stats answers."""
+    """Return the current /stats."""
     found: dict[str, Any] = httpx.get(f"{url}/stats", trust_env=False).json()
     return found
 
 
 def made(url: str) -> int:
-    """Batches that were made."""
+    """Return the number of computed batches."""
     return sum(worker["batches"] for worker in records(url)["workers"])
 
 
 def test_nothing_is_made_that_was_not_asked_for(url: str) -> None:
-    """An ask is the credit; and /stats shows who asks."""
+    """Only requested batches are computed, and /stats lists the consumer."""
     key = register(url, dataset="dict", seed=11)
     before = made(url)
     with stream(url, key, **{"Teleloader-Consumer": "frugal"}) as socket:
@@ -134,7 +134,7 @@ def test_nothing_is_made_that_was_not_asked_for(url: str) -> None:
 
 
 def test_index_lists_are_asks_too(url: str) -> None:
-    """Where the order is the client's own: frames as in the body of the POST, one or several to a message."""
+    """Frames of a client-side sampler are as in the body of the POST, one or several per message."""
     key = register(url, dataset="dict", order="client", session="mine", batch_size=2)
     lists = [codec.to_bytes(BatchId(key, 0, k), [k, 2 * k], checksum=False) for k in range(5)]
     with stream(url, key) as socket:
@@ -146,7 +146,7 @@ def test_index_lists_are_asks_too(url: str) -> None:
 
 
 def test_a_failure_takes_the_place_of_its_batch(url: str) -> None:
-    """And those after it come as ever."""
+    """Later batches arrive normally."""
     with stream(url, register(url, dataset="failing", batch_size=10)) as socket:
         send_range(socket, 0, 0, 4)
         contents = [frame.content for frame in frames(socket, 4)]
@@ -174,7 +174,7 @@ def test_a_failure_takes_the_place_of_its_batch(url: str) -> None:
     ],
 )
 def test_an_ask_that_cannot_be_ends_the_connection(url: str, message: str | bytes, said: str) -> None:
-    """With a problem that says why, and code 1008; another connection is none the worse."""
+    """The connection is closed with a problem and code 1008; other connections are not affected."""
     key = register(url, dataset="dict")
     with stream(url, key) as other, stream(url, key) as socket:
         socket.send(message)
@@ -196,7 +196,7 @@ def test_an_ask_that_cannot_be_ends_the_connection(url: str, message: str | byte
     ],
 )
 def test_index_lists_that_cannot_be_are_refused(url: str, lists: bytes, said: str) -> None:
-    """As in the POST."""
+    """Invalid index lists are rejected as in the POST."""
     with stream(url, register(url, dataset="dict", order="client", session="wrong")) as socket:
         socket.send(lists)
         problem, code = refusal(socket)
@@ -213,7 +213,7 @@ def test_an_unknown_loader_is_told_at_once(url: str) -> None:
 
 @pytest.mark.parametrize("message", [b"x" * (256 * 1024 + 1), [b"x"] * 100], ids=["large", "in many fragments"])
 def test_a_message_has_a_limit(url: str, message: bytes | list[bytes]) -> None:
-    """Of bytes, and of the fragments in which it may come."""
+    """The size of a message, and the number of its fragments, are limited."""
 
     def converse(socket: ClientConnection) -> None:
         socket.send(message)  # which may be refused before its end
@@ -228,7 +228,7 @@ def test_a_message_has_a_limit(url: str, message: bytes | list[bytes]) -> None:
 def test_who_leaves_asks_for_nothing_more(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What no worker has begun is not made."""
+    """Batches that no worker has started are not computed after the client disconnects."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
     server = start_server("tests.end_to_end.hosted:slow", "--num-workers", "1")
@@ -242,7 +242,7 @@ def test_who_leaves_asks_for_nothing_more(
 
 
 def test_a_server_that_stops_answers_what_was_asked(start_server: StartServer) -> None:
-    """Then it closes with code 1012, though the connection would ask for more; it takes no further one."""
+    """The server responds to pending requests, accepts no new ones, and closes with code 1012."""
     server = start_server("tests.end_to_end.hosted:unhurried", "--num-workers", "1")
     key = register(server.url, dataset="unhurried", batch_size=100)
     with stream(server.url, key) as socket, stream(server.url, key) as idle:
@@ -261,7 +261,7 @@ def test_a_server_that_stops_answers_what_was_asked(start_server: StartServer) -
 def test_index_lists_that_are_kept_have_a_limit(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Together with the bodies of requests; those that come meanwhile wait, and are answered in their order."""
+    """The limit includes the bodies of requests; further lists wait, and are processed in order."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
     server = start_server(
@@ -336,7 +336,7 @@ def denial(url: str, key: str, **headers: str) -> Response:
 def test_a_handshake_that_is_not_authorized_is_refused(
     guarded: tuple[str, str], headers: dict[str, str], status: int, code: str
 ) -> None:
-    """The response is that of any other request. Pages of other sites may open WebSockets, so they are refused here."""
+    """The response equals that of other requests; cross-site handshakes, which browsers allow, are rejected."""
     response = denial(*guarded, **headers)
     assert response.status_code == status
     assert response.headers["content-type"] == "application/problem+json"
@@ -347,7 +347,7 @@ def test_a_handshake_that_is_not_authorized_is_refused(
 
 
 def test_a_handshake_for_another_server_is_refused(guarded: tuple[str, str]) -> None:
-    """A page whose name leads to this server is refused with 421, with a token too."""
+    """A handshake with an unknown Host is rejected with 421, with a token too."""
     url, key = guarded
     with Raw(url) as client:
         client.send(
@@ -361,7 +361,7 @@ def test_a_handshake_for_another_server_is_refused(guarded: tuple[str, str]) -> 
 
 
 def test_a_token_opens_the_stream(guarded: tuple[str, str]) -> None:
-    """The one that is for its dataset."""
+    """A token for the dataset authorizes the stream."""
     with stream(*guarded, Authorization="Bearer a-token-for-all-datasets") as socket:
         send_range(socket, 0, 0, 1)
         assert frames(socket, 1)[0].batch_id.batch == 0
@@ -371,7 +371,7 @@ def test_a_token_opens_the_stream(guarded: tuple[str, str]) -> None:
 def test_a_token_that_is_taken_away_ends_the_stream(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, instead: tuple[str, ...] | None
 ) -> None:
-    """Nothing more is sent, of what was asked for before neither."""
+    """After the revocation nothing is sent, not even for earlier requests."""
     gate = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
     table = TokenTable(tmp_path / "tokens.toml")

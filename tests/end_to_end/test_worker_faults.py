@@ -1,4 +1,4 @@
-"""Workers that hang, stop, die, leak and fork: nothing is lost, nothing doubled, and an error says where and why."""
+"""Workers that hang, stop, exit, leak and fork: every batch arrives once, and errors have place and reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CGROUP = Path("/sys/fs/cgroup/memory")
 
 
 def arrived(batches: Iterable[Any]) -> list[Any]:
-    """What an iteration gives to the end: batches as lists, and errors as they were raised."""
+    """Return the results of an iteration: batches as lists, and exceptions."""
     found: list[Any] = []
     iterator = iter(batches)
     while True:
@@ -53,12 +53,12 @@ def loader_of(url: str, batch_size: int | None = 1, **arguments: Any) -> DataLoa
 
 
 def stats_of(url: str) -> Any:
-    """What /stats says."""
+    """Return the current /stats."""
     return httpx.get(f"{url}/stats").raise_for_status().json()
 
 
 def computed(url: str) -> int:
-    """Batches that were made."""
+    """Return the number of computed batches."""
     return int(stats_of(url)["datasets"][0]["batches_computed"])
 
 
@@ -73,14 +73,14 @@ def shared_counter() -> Any:
 
 
 def count(counter: Any) -> int:
-    """Count one more; how many that makes."""
+    """Increment a counter; return its value."""
     with counter.get_lock():
         counter.value += 1
         return int(counter.value)
 
 
 class Authenticator:
-    """What workers wait at until the test opens it."""
+    """Gate at which workers wait until the test opens it."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("fork")
@@ -97,7 +97,7 @@ class Authenticator:
         self._opened.set()
 
 
-# -- hangs
+# -- unresponsive workers
 
 
 def _sleep() -> None:
@@ -125,7 +125,7 @@ def _spin() -> None:
 @pytest.mark.parametrize("hang", [_sleep, _deadlock, _hold_the_gil, _spin])
 @pytest.mark.parametrize("session", [False, True])
 def test_a_batch_that_hangs_is_an_error_that_says_where(hang: Callable[[], None], session: bool) -> None:
-    """At its place, once, with the indices and the stack; all others come, also those that waited behind it."""
+    """The error comes once, in its place, with indices and stack; all other batches arrive, also queued ones."""
     tries = shared_counter()
 
     def sample(index: int) -> int:
@@ -150,7 +150,7 @@ def test_a_batch_that_hangs_is_an_error_that_says_where(hang: Callable[[], None]
 
 
 def test_a_hang_costs_other_consumers_nothing() -> None:
-    """While a worker hangs the others serve the rest of the clients, also with what waited behind the hang."""
+    """Other workers serve all other clients, and compute the batches queued behind the hang."""
     gate = Authenticator()
     made = shared_counter()
 
@@ -177,7 +177,7 @@ def test_a_hang_costs_other_consumers_nothing() -> None:
 
 
 def test_a_worker_that_takes_its_time_is_left_alone() -> None:
-    """The limit is for one batch: a worker that finishes one after another may go on for ever, slowly too."""
+    """The timeout applies to one batch: a worker may be busy for any time, with slow batches."""
 
     def sample(index: int) -> int:
         time.sleep(0.2)
@@ -208,7 +208,7 @@ def test_without_a_limit_a_batch_may_take_for_ever(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_worker_that_never_starts_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    """A worker-init function that hangs is killed by the same limit; whoever waits is told, the log has the stack."""
+    """A worker-init function that hangs is killed after the same timeout; clients get an error, the log the stack."""
 
     def hang(_: int) -> None:
         _sleep()
@@ -227,7 +227,7 @@ def test_a_worker_that_never_starts_is_an_error(caplog: pytest.LogCaptureFixture
 def test_a_worker_that_exits_at_each_start_is_an_error_where_no_other_can_compute_its_batches(
     num_workers: int | None,
 ) -> None:
-    """With `num_workers` batches come from private workers in turn; otherwise another worker that is ready helps."""
+    """Private workers compute batches in turn, so that the loop gets an error; shared ones replace each other."""
 
     def end(worker: int) -> None:
         if worker == 1:
@@ -257,7 +257,7 @@ class Replayed:
 
 
 def test_a_stream_that_is_gone_through_again_gets_on() -> None:
-    """To come back to its place takes a new worker longer than the limit for one batch: that is no hang."""
+    """A new worker may iterate to its position for longer than the batch timeout."""
     with serve(Replayed(), num_workers=1, batch_timeout=0.4) as url:
         assert arrived(loader_of(url, num_workers=1)) == [[i] for i in range(40)]
 
@@ -267,7 +267,7 @@ def test_a_stream_that_is_gone_through_again_gets_on() -> None:
 
 @pytest.fixture
 def short_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is stopped is noticed soon."""
+    """Detect stopped processes soon."""
     monkeypatch.setattr(health, "CHECK_INTERVAL", 0.05)
     monkeypatch.setattr(health, "STOP_TIMEOUT", 0.2)
 
@@ -275,7 +275,7 @@ def short_stops(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_stops")
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_a_stopped_worker_is_replaced(all_of_them: bool) -> None:
-    """SIGSTOP in mid-epoch: what it had is made by others. Torch waits for ever."""
+    """After SIGSTOP, other workers compute its batches, whereas torch waits forever."""
     with serve(Samples(lambda i: i, 2000), num_workers=2) as url:
         batches = iter(loader_of(url, seed=1, num_workers=2, prefetch_factor=2))
         seen = [next(batches).tolist() for _ in range(10)]
@@ -283,7 +283,7 @@ def test_a_stopped_worker_is_replaced(all_of_them: bool) -> None:
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         seen += arrived(batches)
-        # one that got no work is left alone until it gets some
+        # an idle worker is not replaced until it gets a batch
         assert seen == [[i] for i in range(2000)]
         if all_of_them:
             last_exits = [worker["last_exit"] for worker in stats_of(url)["workers"]]
@@ -295,7 +295,7 @@ def test_a_stopped_worker_is_replaced(all_of_them: bool) -> None:
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN], ids=lambda number: number.name)
 @pytest.mark.parametrize("session", [False, True])
 def test_a_batch_that_stops_each_worker_is_an_error(number: signal.Signals, session: bool) -> None:
-    """A batch whose code stops its worker is given up after three workers that had only this batch, as for an exit."""
+    """A batch that stops its worker fails after three workers that had only this batch, as for an exit."""
     tries = shared_counter()
 
     def sample(index: int) -> int:
@@ -332,7 +332,7 @@ def test_a_stop_from_outside_costs_no_batch() -> None:
 
 @pytest.mark.usefixtures("short_stops")
 def test_a_stopped_forkserver_is_continued() -> None:
-    """Dead workers are replaced although the process that forks them was stopped; no other worker is lost."""
+    """Exited workers are replaced although the fork server was stopped; no other worker is affected."""
     with serve(Samples(lambda i: i, 500), num_workers=2) as url:
         batches = iter(loader_of(url, seed=1, num_workers=2, prefetch_factor=2))
         seen = [next(batches).tolist() for _ in range(10)]
@@ -351,7 +351,7 @@ def test_a_stopped_forkserver_is_continued() -> None:
 
 
 def test_the_death_of_the_forkserver_costs_no_batch() -> None:
-    """All workers end with it; another one forks new ones, and the epoch goes on."""
+    """All workers exit with the fork server; a new one forks new workers, and the epoch continues."""
     with serve(Samples(lambda i: i, 500), num_workers=2) as url:
         batches = iter(loader_of(url, seed=1, num_workers=2, prefetch_factor=2))
         seen = [next(batches).tolist() for _ in range(10)]
@@ -363,7 +363,7 @@ def test_the_death_of_the_forkserver_costs_no_batch() -> None:
 
 
 def test_all_workers_may_be_killed_again_and_again() -> None:
-    """Ten times in an epoch: it completes exactly, and each death is one restart."""
+    """After ten kills in an epoch, all batches arrive exactly, with one restart per kill."""
 
     def sample(index: int) -> int:
         time.sleep(0.002)
@@ -375,7 +375,7 @@ def test_all_workers_may_be_killed_again_and_again() -> None:
         seen = []
         reached = 0
         for _ in range(10):
-            # a batch that was lost with its worker must not be lost three times: that would look like its own fault
+            # a batch must not be lost with three workers, or it would be taken for the cause
             while computed(url) < reached + 6:
                 seen.append(next(batches).tolist())
             reached = computed(url)
@@ -389,7 +389,7 @@ def test_all_workers_may_be_killed_again_and_again() -> None:
 
 
 def test_useless_workers_are_replaced_ever_more_slowly(caplog: pytest.LogCaptureFixture) -> None:
-    """A worker that dies before it has finished anything must not burn the machine: its place waits twice as long."""
+    """The delay of a restart doubles if the worker completed nothing, to limit the load on the machine."""
     with serve(Samples(lambda i: i), num_workers=1, worker_init_fn=lambda _: os._exit(7)) as url:
         with pytest.raises(WorkerDied):
             next(iter(loader_of(url, seed=1)))
@@ -401,7 +401,7 @@ def test_useless_workers_are_replaced_ever_more_slowly(caplog: pytest.LogCapture
 
 
 def test_a_batch_that_is_made_again_is_the_same() -> None:
-    """Also what it draws from random generators, when it had drawn half of it before its worker died."""
+    """Random numbers are the same, too, even if the exited worker had drawn half of them."""
 
     def epoch(dies: bool) -> list[Any]:
         tries = shared_counter()
@@ -419,7 +419,7 @@ def test_a_batch_that_is_made_again_is_the_same() -> None:
 
 
 def test_a_segmentation_fault_is_told_and_its_stack_logged(start_server: StartServer) -> None:
-    """The error has torch's words; the server's log has the place."""
+    """The error has torch's text; the server's log has the stack."""
     server = start_server(f"{TARGET}crashing", "--num-workers", "1")
     found = arrived(loader_of(server.url))
     assert [found[0], found[2]] == [[0], [2]]
@@ -431,7 +431,7 @@ def test_a_segmentation_fault_is_told_and_its_stack_logged(start_server: StartSe
 
 @pytest.mark.parametrize(("exits", "code"), [(sys.exit, 0), (sys.exit, 3), (os._exit, 0)])
 def test_an_exit_is_a_death(exits: Callable[[int], None], code: int) -> None:
-    """Also with code 0, which must not look like a worker that was told to end."""
+    """An exit with code 0 is not taken for a regular end, either."""
 
     def sample(index: int) -> int:
         if index == 1:
@@ -461,7 +461,7 @@ def memory_cgroup() -> Iterator[Path]:
 
 @pytest.mark.parametrize("deaths", [1, 5])
 def test_out_of_memory_is_told(memory_cgroup: Path, deaths: int) -> None:
-    """The kernel kills the worker and not the server: once costs nothing, again and again is an error that says why."""
+    """The kernel kills the worker: one kill has no effect, and repeated ones are an error with the reason."""
     tries = shared_counter()
 
     def sample(index: int) -> int:
@@ -483,7 +483,7 @@ def test_out_of_memory_is_told(memory_cgroup: Path, deaths: int) -> None:
 
 
 def test_a_kill_from_outside_is_not_taken_for_a_lack_of_memory() -> None:
-    """Only when the kernel has counted one."""
+    """The reason is out of memory only if the kernel has counted a kill."""
     with serve(Samples(lambda i: i, 5), num_workers=1) as url:
         arrived(loader_of(url, seed=1))
         os.kill(pids_of(url)[0], signal.SIGKILL)
@@ -492,7 +492,7 @@ def test_a_kill_from_outside_is_not_taken_for_a_lack_of_memory() -> None:
 
 
 def test_an_allocation_that_fails_is_an_error_of_its_batch() -> None:
-    """With a limit of address space the worker lives on."""
+    """With a limit of address space, the worker continues after a MemoryError."""
 
     def sample(index: int) -> int:
         if index == 1:
@@ -515,7 +515,7 @@ def test_an_allocation_that_fails_is_an_error_of_its_batch() -> None:
 
 
 class Leaking:
-    """Keeps 16 MiB for each sample; a sample is the process that made it, and which one it is there."""
+    """Dataset that leaks 16 MiB per sample; a sample is its worker's PID and its number there."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -567,7 +567,7 @@ def test_a_worker_is_replaced_after_so_many_batches(start_server: StartServer, n
 
 
 def test_a_worker_is_replaced_when_it_has_much_memory(start_server: StartServer) -> None:
-    """Resident memory over the limit: a fresh process goes on."""
+    """A new process replaces a worker whose resident memory exceeds the limit."""
     server = start_server(f"{TARGET}leaking", "--num-workers", "1", "--max-worker-memory", "256MiB")
     loader = loader_of(server.url, seed=1)
 
@@ -580,7 +580,7 @@ def test_a_worker_is_replaced_when_it_has_much_memory(start_server: StartServer)
 
 
 def test_what_a_replaced_worker_made_stays(start_server: StartServer) -> None:
-    """Frames in the memory of a process that has ended are sent as they were made."""
+    """Frames in the memory of an exited process are sent unchanged."""
     server = start_server(f"{TARGET}large", "--num-workers", "2", "--max-batches-per-worker", "1")
     for number, batch in enumerate(loader_of(server.url)):
         assert batch.shape == (1, 2**18)
@@ -589,7 +589,7 @@ def test_what_a_replaced_worker_made_stays(start_server: StartServer) -> None:
 
 
 def test_workers_of_a_stream_are_never_replaced(start_server: StartServer) -> None:
-    """Their place in it would be lost."""
+    """Their position in the stream would be lost."""
     server = start_server(f"{TARGET}pids_of_stream", "--num-workers", "2", "--max-batches-per-worker", "2")
     assert [i for batch in arrived(loader_of(server.url, num_workers=1)) for i in batch] == [*range(25)]
     assert sum(worker["recycled"] for worker in server.stats()["workers"]) == 0
@@ -599,7 +599,7 @@ def test_workers_of_a_stream_are_never_replaced(start_server: StartServer) -> No
 
 
 class Fussy(Exception):
-    """Cannot be made from a message, nor pickled."""
+    """Exception that can neither be created from a message nor be pickled."""
 
     def __init__(self, code: int, lock: Any) -> None:
         super().__init__(f"code {code}")
@@ -642,7 +642,7 @@ def _raise(error: BaseException) -> Callable[[], None]:
     ids=["fussy", "unicode", "10 MiB", "chain", "group", "base group", "interrupt", "generator exit", "stop"],
 )  # fmt: skip
 def test_whatever_is_raised_is_an_error_at_its_batch(fail: Callable[[], None], kind: type, texts: list[str]) -> None:
-    """Told once, with its text cut and its causes kept; no worker ends of it, and the other batches come."""
+    """The error comes once, with truncated text and its causes; no worker exits, and other batches arrive."""
     tries = shared_counter()
 
     def sample(index: int) -> int:
@@ -664,7 +664,7 @@ def test_whatever_is_raised_is_an_error_at_its_batch(fail: Callable[[], None], k
 
 
 def test_a_dataset_that_shrinks_fails_where_samples_are_missing() -> None:
-    """A list that is changed in mid-epoch: IndexError at each batch that has lost its sample, and the others come."""
+    """A list that shrinks during an epoch raises IndexError at batches with missing samples; others arrive."""
 
     class Shrinking(list[int]):
         def __getitem__(self, index: Any) -> Any:
@@ -680,7 +680,7 @@ def test_a_dataset_that_shrinks_fails_where_samples_are_missing() -> None:
 
 
 def test_a_length_holds_for_an_epoch() -> None:
-    """What is appended in mid-epoch comes with the next one."""
+    """Samples appended during an epoch are part of the next one."""
     samples = [0, 1, 2, 3]
     with serve(samples, num_workers=1) as url:
         batches = iter(loader_of(url, num_workers=1))
@@ -691,7 +691,7 @@ def test_a_length_holds_for_an_epoch() -> None:
 
 
 def test_files_that_are_deleted_fail_where_they_are_missed(tmp_path: Path) -> None:
-    """FileNotFoundError with the path at the batch; the others come, and so does this one when the file is back."""
+    """FileNotFoundError with the path is raised at the batch; other batches arrive, and this one with its file."""
     files = [tmp_path / f"{i}.txt" for i in range(6)]
     for i, file in enumerate(files):
         file.write_text(str(i))
@@ -754,14 +754,14 @@ def _in_a_program(index: int) -> int:
 @pytest.mark.parametrize("work", [_in_a_process, _in_a_pool, _in_a_thread, _in_a_fork, _in_a_program])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_dataset_may_have_processes_and_threads(work: Callable[[int], int]) -> None:
-    """Workers are not daemonic as torch's are, and a child that ends is no dead worker."""
+    """Workers are not daemonic, unlike torch's, and exits of their children are ignored."""
     with serve(Samples(work, 6), num_workers=2) as url:
         assert arrived(loader_of(url, seed=1)) == [[2 * i] for i in range(6)]
         assert stats_of(url)["server"]["worker_restarts"] == 0
 
 
 def test_a_forked_child_that_comes_back_is_no_second_worker(capfd: pytest.CaptureFixture[str]) -> None:
-    """It would send each batch once more: it is ended, with a word that says what to do."""
+    """The child would send each batch again: it is ended, with a message that states what to do."""
     children = shared_counter()
 
     def sample(index: int) -> int:
@@ -781,7 +781,7 @@ def test_a_forked_child_that_comes_back_is_no_second_worker(capfd: pytest.Captur
 
 
 def test_threads_of_torch_before_the_fork_do_no_harm() -> None:
-    """A parent whose OpenMP pool has run: torch works in the forked workers all the same."""
+    """Forked workers of a parent whose OpenMP pool has run can use torch."""
     need("torch")
     import torch
 
@@ -827,14 +827,14 @@ def test_a_full_dev_shm_does_not_matter() -> None:
 
 
 def test_time_in_which_the_server_itself_was_stopped_is_not_counted(start_server: StartServer) -> None:
-    """Ctrl-Z, a suspended container: when it goes on, no worker is taken for one that hangs."""
+    """After Ctrl-Z or a suspended container, no worker is taken for hanging."""
     server = start_server(f"{TARGET}slow", "--num-workers", "1", "--batch-timeout", "1")
     batches = iter(DataLoader(RemoteDataset(server.url, "slow"), 1, output="numpy"))
     assert next(batches).tolist() == [0]
     family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
     for process in family:
         process.suspend()
-    time.sleep(1.5)  # longer than the limit: this is what is tested
+    time.sleep(1.5)  # longer than the limit, as the test requires
     for process in reversed(family):
         process.resume()
     assert arrived(batches) == [[i] for i in range(1, 5)]
@@ -842,7 +842,7 @@ def test_time_in_which_the_server_itself_was_stopped_is_not_counted(start_server
 
 
 def test_a_log_line_tells_of_a_hang(caplog: pytest.LogCaptureFixture) -> None:
-    """Who, how long, what is done about it and the stack: in one record."""
+    """One record has worker, duration, action and stack."""
     caplog.set_level(logging.WARNING)
     with serve(Samples(lambda i: _sleep() if i == 0 else i, 2), num_workers=1, batch_timeout=0.2) as url:
         assert arrived(loader_of(url, seed=1))[1] == [1]

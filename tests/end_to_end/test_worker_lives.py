@@ -1,4 +1,4 @@
-"""Births, replacements and ends of workers: what user code relies on at each of them."""
+"""Starts, replacements and ends of workers: guarantees for user code at each of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.server.bench import KeptCursor
 
 
 class Unrepeatable:
-    """Forty samples in an order of its own; its worker dies once, after some of them."""
+    """Dataset of forty samples in a random order; its worker exits once, after some of them."""
 
     def __init__(self, after: int = 13) -> None:
         self.dies = shared_counter()
@@ -67,7 +67,7 @@ class Stateful(Unrepeatable):
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_replaced_worker_continues_from_the_last_state(num_workers: int) -> None:
-    """A dataset whose order is its own loses and repeats nothing when its worker is killed."""
+    """A dataset with a random order loses and repeats no sample when its worker is killed."""
     with serve(Stateful(), num_workers=2) as url:
         found = arrived(loader_of(url, 2, num_workers=num_workers))
         assert stats_of(url)["server"]["worker_restarts"] == 1
@@ -100,7 +100,7 @@ class Consumed:
 
 
 def test_samples_of_a_worker_that_delivered_nothing_are_an_error() -> None:
-    """They are lost if the dataset yields each sample once, which nothing can show: the loop is told."""
+    """They are lost if the dataset yields each sample once, which cannot be verified: the loop gets an error."""
     with serve(Consumed(), num_workers=1) as url:
         found = arrived(loader_of(url, 4, num_workers=1))
     assert [type(batch) for batch in found] == [WorkerDied]
@@ -117,7 +117,7 @@ def test_persistent_workers_may_change_their_number_between_epochs() -> None:
 
 
 def test_a_worker_that_dies_between_epochs_leaves_its_position_to_its_replacement() -> None:
-    """The next epoch of persistent workers continues the last one, as in one life."""
+    """The next epoch of persistent workers continues the last one, as without an exit."""
     with serve(KeptCursor(), num_workers=1) as url:
         loader = loader_of(url, 2, num_workers=1, persistent_workers=True)
         assert [sample for batch in arrived(loader) for sample in batch] == list(range(1, 11))
@@ -128,7 +128,7 @@ def test_a_worker_that_dies_between_epochs_leaves_its_position_to_its_replacemen
 
 
 def test_a_persistent_worker_is_replaced_in_the_random_state_of_its_epoch() -> None:
-    """Its generators have gone on since its birth: a replacement draws what the epoch began with, as in one life."""
+    """A replacement starts with the epoch's first random state, not with that of the worker's start."""
 
     class Drawn:
         def __init__(self) -> None:
@@ -155,7 +155,7 @@ def test_a_persistent_worker_is_replaced_in_the_random_state_of_its_epoch() -> N
 
 
 def test_workers_of_different_loaders_do_not_share_the_epoch_of_a_dataset() -> None:
-    """A dataset may hold its epoch in memory that forks share, as Hugging Face's: each worker has a copy of its own."""
+    """Datasets such as Hugging Face's keep their epoch in memory that forks share: each worker has its own copy."""
     torch = pytest.importorskip("torch")
     both_are_told = multiprocessing.get_context("fork").Barrier(2)
 
@@ -193,13 +193,13 @@ def no_descriptors() -> Iterator[None]:
 
 
 def large(index: int) -> Any:
-    """A batch that is too large for a channel, so that its memory needs a descriptor in the server."""
+    """Return a batch that is too large for a channel, so that its memory needs a descriptor in the server."""
     return np.full(2**20, index, np.uint8)
 
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Why workers were lost, as the pool says it."""
+    """Return the pool's reasons for exits of workers."""
     found: list[str] = []
     lose = processes.ProcessPool._remove_worker
 
@@ -212,7 +212,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_batches_wait_until_there_are_descriptors_again(losses: list[str]) -> None:
-    """However often a batch is lost for want of descriptors: the batch is not the cause, and arrives in the end."""
+    """Batches lost for lack of descriptors, however often, are not the cause, and arrive in the end."""
     gate = multiprocessing.get_context("fork").Event()
 
     def sample(index: int) -> Any:
@@ -231,7 +231,7 @@ def test_batches_wait_until_there_are_descriptors_again(losses: list[str]) -> No
 
 
 def test_batches_do_not_wait_for_descriptors_for_ever(losses: list[str]) -> None:
-    """After the time that a batch may take, the loop is told which resource is missing."""
+    """After the batch timeout, the loop gets an error that names the missing resource."""
     gate = multiprocessing.get_context("fork").Event()
 
     def sample(index: int) -> Any:
@@ -250,7 +250,7 @@ def test_batches_do_not_wait_for_descriptors_for_ever(losses: list[str]) -> None
 
 @pytest.mark.parametrize("session", [False, True])
 def test_a_lack_of_descriptors_is_never_the_fault_of_a_batch(monkeypatch: pytest.MonkeyPatch, session: bool) -> None:
-    """A batch may be lost for it more often than it may end its workers: it is computed again, and arrives."""
+    """A batch may be lost for it more often than it may end its workers; it is recomputed, and arrives."""
     tries = []
 
     def mapped(fd: int, size: int) -> Any:
@@ -286,7 +286,7 @@ def test_a_batch_that_lacks_descriptors_for_too_long_is_an_error(
 
 
 def test_a_loader_of_an_object_names_the_descriptors_that_it_lacks() -> None:
-    """Hosting an object here fails for the machine's reasons, and not because it is no dataset."""
+    """The error for a local object states the lack of descriptors, not that it is an invalid dataset."""
     program = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
@@ -299,12 +299,12 @@ DataLoader([1, 2, 3], num_workers=1, output="numpy")
     assert "the limit on open files (RLIMIT_NOFILE) is 100" in last
 
 
-# --- What multiprocessing does at births and ends ------------------------------------------------------------------
+# --- Hooks of multiprocessing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_queue_that_was_used_before_the_fork_carries_what_workers_put() -> None:
-    """Its feeder thread is the parent's; the hooks of multiprocessing start another one, and it finishes at the end."""
+    """Hooks of multiprocessing start a new feeder thread in place of the parent's, which finishes at the end."""
     queue: Any = multiprocessing.get_context("fork").Queue()
     queue.put("before")
     assert queue.get(timeout=30) == "before"
@@ -349,7 +349,7 @@ def test_generators_are_closed_when_the_loop_is_left(num_workers: int, hosted: s
 
 
 def test_the_seeds_of_workers_are_int64() -> None:
-    """As torch's: user code makes tensors of them, and generators of NumPy."""
+    """Seeds are int64 as in torch, since user code converts them to tensors and seeds NumPy's generators."""
     torch = pytest.importorskip("torch")
 
     def sample(index: int) -> Any:
@@ -398,7 +398,7 @@ def test_workers_forget_the_loaders_that_the_server_forgets(start_server: StartS
 
 
 def test_workers_forget_the_loaders_that_are_too_many(start_server: StartServer) -> None:
-    """A client that registers ever more loaders fills neither the server's memory nor that of its workers."""
+    """Many registered loaders of one client fill neither the server's nor the workers' memory."""
     server = start_server(
         "tests.end_to_end.test_worker_lives:remembered", "--num-workers", "1",
         "--limit", "max_loaders=8", "--limit", "max_consumers=8",

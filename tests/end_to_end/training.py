@@ -1,4 +1,4 @@
-"""A training loop for whoever looks at the server meanwhile."""
+"""A training loop for tests that observe the server in the meantime."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from teleloader import DataLoader, RemoteDataset
 
 @contextmanager
 def training(dataset: RemoteDataset, step: float, **options: Any) -> Iterator[None]:
-    """A training loop in a thread, which begins epoch after epoch and needs `step` seconds for each batch."""
+    """Run a training loop in a thread, for epoch after epoch, with `step` seconds per batch."""
     over = threading.Event()
 
     def train() -> None:
