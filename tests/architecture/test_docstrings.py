@@ -35,7 +35,7 @@ def public_docstrings(file: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_docstrings_name_their_subject(package: str) -> None:
-    """A docstring that begins with What, Whether, How, Who, Whose, Which, It, Those or That names none."""
+    """No public docstring begins with What, Whether, How, Who, Whose, Which, It, Those or That."""
     found = sorted((ROOT / package).rglob("*.py"))
     assert found
     assert [

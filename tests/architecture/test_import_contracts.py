@@ -55,10 +55,10 @@ FORBIDDEN: Final = {
         "pickle",
     ),
 }
-"""For each contract a module, and an import that it forbids there."""
+"""Module and forbidden import for each contract."""
 
 USER_MODULES: Final = {"server/teleloader_server/loading/datasets.py", "shared/teleloader_shared/codec.py"}
-"""They import modules of users, and optional libraries, by names that are known at run time only."""
+"""Modules that import users' modules and optional libraries by names known only at run time."""
 
 
 @pytest.fixture(scope="module")
