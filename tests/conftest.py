@@ -1,4 +1,4 @@
-"""What all tests share: real servers, and what a machine must have."""
+"""Fixtures and helpers shared by all tests: real servers, and checks of the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
-# A shell lets its background jobs ignore Ctrl-C, and what tests start would inherit that.
+# Background jobs of a shell ignore SIGINT, and processes that tests start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -48,7 +48,7 @@ def examples(count: int) -> int:
 
 
 def need(module: str) -> None:
-    """Skip a test whose module is not installed; in CI everything must be, so there it fails."""
+    """Skip a test whose module is not installed; in CI, where everything must be installed, fail it."""
     if importlib.util.find_spec(module) is None:
         if os.environ.get("CI"):
             pytest.fail(f"{module} must be installed in CI")
@@ -65,7 +65,7 @@ def eventually(condition: Callable[[], _Result], timeout: float = 30) -> _Result
 
 
 def label(value: object) -> str:
-    """What a parameter is called in a test's name: the same in every process, so that several can share the tests."""
+    """Return a parameter's label in test names: the same in every process, so that several can share the tests."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))[:60]
 
 
@@ -84,7 +84,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 class ServerProcess:
-    """A ``teleloader-server`` of its own, on a free port."""
+    """A separate ``teleloader-server`` process on a free port."""
 
     def __init__(self, *arguments: str, folder: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
         program = "from teleloader_server.cli import main; main()"
@@ -124,7 +124,7 @@ class ServerProcess:
         return found
 
     def stats(self) -> dict[str, Any]:
-        """What /stats says now."""
+        """Return the current /stats."""
         answer: dict[str, Any] = httpx.get(f"{self.url}/stats").raise_for_status().json()
         return answer
 
@@ -156,7 +156,7 @@ class ServerProcess:
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that nobody listens on, for servers that follow one another."""
+    """Return a free port, for servers that use the same port one after another."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

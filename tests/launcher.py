@@ -30,7 +30,7 @@ PRELOADED: Final = (
     "watchfiles", "websockets", "xxhash",
 )  # fmt: skip
 ENVIRONMENT: Final = dict(os.environ)
-"""The launcher's: tests may have changed it when it starts."""
+"""Environment of the launcher, copied because tests may change it before the launcher starts."""
 MAX_REQUEST: Final = 2**18
 STATUS: Final = struct.Struct("i")
 
@@ -79,7 +79,7 @@ class LaunchedProcess:
 
 @functools.cache
 def _launcher() -> socket.socket:
-    """Start the launcher. It is no child of this process: tests count these."""
+    """Start the launcher, not as a child of this process, because tests count its children."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", Path(__file__).read_text() + "\nserve_launches()", str(theirs.fileno())]
     with theirs:
@@ -151,7 +151,7 @@ def serve_launches() -> None:
             stdout, stderr, status = descriptors
             with warnings.catch_warnings(
                 action="ignore"
-            ):  # NumPy has threads, which survive no fork and are made again
+            ):  # NumPy's threads do not survive a fork and are started again
                 pid = os.fork()
             if pid == 0:
                 break

@@ -1,4 +1,4 @@
-"""A client that sends whatever bytes it likes."""
+"""HTTP client that sends arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOST = b"Host: localhost\r\n"
 
 
 class Response(NamedTuple):
-    """What came back."""
+    """A received response."""
 
     status: int
     headers: dict[str, str]
@@ -32,9 +32,9 @@ class Raw:
     """One connection.
 
     Args:
-        url: The server's.
-        buffer: Size of the kernel's buffer for what arrives; None is its own choice.
-        source: The address that it comes from; None is the kernel's choice.
+        url: URL of the server.
+        buffer: Size of the kernel's receive buffer; None uses the default.
+        source: Source IP address; None uses the default.
     """
 
     def __init__(self, url: str, buffer: int | None = None, source: str | None = None) -> None:
