@@ -108,11 +108,11 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The server's own process."""
+        """PID of the server's main process."""
         return self.process.pid
 
     def await_line(self, pattern: str) -> re.Match[str]:
-        """The first line of the log that matches, waiting for it."""
+        """Wait for a line of the log that matches; return it."""
 
         def find() -> re.Match[str] | None:
             return next((found for line in self.log if (found := re.search(pattern, line))), None)
@@ -129,15 +129,15 @@ class ServerProcess:
         return answer
 
     def worker_pids(self) -> list[int]:
-        """The processes of the pool's workers."""
+        """Return the PIDs of the pool's workers."""
         return [worker["pid"] for worker in self.stats()["workers"]]
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.end(signal.SIGKILL)
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """End the server and wait for it; its exit code."""
+        """End the server and wait for it; return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(how)
         code = self.process.wait(60)

@@ -1,7 +1,7 @@
-"""Starts Python programs as forks of a process that has loaded the third-party packages they import.
+"""Launcher that starts Python programs as forks of a process that has imported their third-party packages.
 
-A server spends most of its start on importing FastAPI, uvicorn and NumPy, and the tests start hundreds of servers. The
-programs are processes as any others; modules of this project and datasets are imported anew in each.
+Importing FastAPI, uvicorn and NumPy takes most of a server's start, and the tests start hundreds of servers. The
+programs are ordinary processes; modules of this project and datasets are imported anew in each.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LaunchedProcess:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code when the process has ended: -N for signal N."""
+        """Return the exit code when the process has exited: -N for signal N."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("the launched program", timeout or 0)
@@ -126,7 +126,7 @@ def can_launch(program: str, environment: Mapping[str, str]) -> bool:
 
 
 def serve_launches() -> None:
-    """Fork a program for each request; return in the fork's stead only."""
+    """Fork a program for each request; return only in the forks."""
     if os.fork():
         os._exit(0)
     for name in PRELOADED:

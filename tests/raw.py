@@ -21,7 +21,7 @@ class Response(NamedTuple):
 
     @property
     def problem(self) -> dict[str, Any]:
-        """The body of an error."""
+        """Body of an error response."""
         assert self.headers["content-type"] == "application/problem+json", self
         found: dict[str, Any] = json.loads(self.body)
         assert found["status"] == self.status

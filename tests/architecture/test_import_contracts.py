@@ -63,7 +63,7 @@ USER_MODULES: Final = {"server/teleloader_server/loading/datasets.py", "shared/t
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the three packages and of pyproject.toml."""
+    """Create a copy of the three packages and of pyproject.toml."""
     folder = tmp_path_factory.mktemp("checkout")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "static"))
@@ -102,7 +102,7 @@ def test_a_forbidden_import_breaks_its_contract(checkout: Path, contract: str) -
 
 
 def test_worker_health_is_one_of_the_decisions(checkout: Path) -> None:
-    """The contract covers it, like the dispatcher."""
+    """The contract for pure decisions includes worker_health, like the dispatcher."""
     file = checkout / "server/teleloader_server/workers/health.py"
     source = file.read_text()
     file.write_text(f"{source}\nimport asyncio\n")
@@ -122,7 +122,7 @@ def dynamic_imports(source: str) -> Iterator[int]:
 
 
 def test_modules_of_this_project_are_imported_by_statements_only() -> None:
-    """importlib.import_module and __import__ would pass by the contracts; entry points join client and server."""
+    """Only listed modules use importlib.import_module or __import__, which bypass the contracts."""
     found = {
         str(file.relative_to(ROOT))
         for package in PACKAGES
@@ -138,5 +138,5 @@ def test_modules_of_this_project_are_imported_by_statements_only() -> None:
      "from importlib import import_module as load"],
 )  # fmt: skip
 def test_dynamic_imports_are_found(source: str) -> None:
-    """Under whichever name they are called."""
+    """Dynamic imports are found under any name of the function."""
     assert any(dynamic_imports(source))

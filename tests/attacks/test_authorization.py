@@ -38,18 +38,18 @@ HOSTED = "tests.end_to_end.hosted:"
 
 
 def bearer(token: str) -> bytes:
-    """The header of a raw request."""
+    """Return the Authorization header of a raw request."""
     return f"Authorization: Bearer {token}\r\n".encode()
 
 
 def client_of(url: str, token: str) -> httpx.Client:
-    """A client with a token."""
+    """Return a client with a token."""
     return httpx.Client(base_url=url, timeout=30, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> TokenTable:
-    """An empty table of tokens."""
+    """Return an empty table of tokens."""
     return TokenTable(tmp_path / "tokens.toml")
 
 
@@ -134,7 +134,7 @@ def blocked(
 
 
 def revoke(server: ServerProcess, table: TokenTable) -> None:
-    """Take the token `first` away, and wait until the server knows."""
+    """Remove the token `first`, and wait until the server has noticed."""
     table.remove("first")
     table.write()
     server.await_line(r"reloaded .*tokens\.toml")
@@ -183,7 +183,7 @@ def test_an_idle_websocket_ends_when_its_token_is_revoked(blocked: ServerProcess
 
 
 def test_a_token_that_is_revoked_while_the_body_arrives_gets_nothing(blocked: ServerProcess, table: TokenTable) -> None:
-    """A request is authorized when it is carried out, not when its headers came."""
+    """A request is authorized when it is processed, not when its headers arrive."""
     token = table.secrets["first"]
     with client_of(blocked.url, token) as client, Raw(blocked.url) as late:
         spec = {"dataset": "numbers", "order": "client", "session": "s", "batch_size": 2}
@@ -309,7 +309,7 @@ def routes(listed: list[Any]) -> Iterator[Any]:
 
 @pytest.fixture
 def app() -> FastAPI:
-    """A server's application."""
+    """Return a server's application."""
     limits = Limits()
     return create_app(LoaderService(ObjectPools(lambda: {"x": host([1], name="x")}, limits), limits))
 
@@ -331,7 +331,7 @@ async def leak() -> str:
 
 
 async def plain(scope: Any, receive: Any, send: Any) -> None:
-    """An ASGI application."""
+    """Run a plain ASGI application."""
     await PlainTextResponse("samples")(scope, receive, send)
 
 
@@ -355,7 +355,7 @@ def test_a_new_route_is_found(app: FastAPI, route: Any) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, TokenTable, dict[str, str]]]:
-    """A server with two datasets; its tokens; and the keys of a loader of `many` and of a session of `owner`."""
+    """Run a server with two datasets; yield it with tokens, a loader's key and a session's key."""
     table = TokenTable(tmp_path_factory.mktemp("tokens") / "tokens.toml")
     table.add("owner")
     table.add("attacker", "read:numbers")
@@ -385,7 +385,7 @@ def status_of(url: str, token: str | None, method: str, path: str, key: str) -> 
 
 
 def websocket_status(url: str, key: str, headers: dict[str, str]) -> int:
-    """The status of a refusal, by the response or by a message; 200 for a batch."""
+    """Return the status of a rejection, from the response or from a message; 200 for a batch."""
     try:
         with stream(url, key, **headers) as socket:
             with suppress(ConnectionClosed):  # earlier messages are still received
@@ -417,7 +417,7 @@ def test_each_route_refuses(served: tuple[str, TokenTable, dict[str, str]], meth
 
 
 def test_a_list_of_datasets_shows_those_of_the_token(served: tuple[str, TokenTable, dict[str, str]]) -> None:
-    """Errors do not name the others either."""
+    """The list contains only the token's datasets, and errors do not name others."""
     url, table, _ = served
     with client_of(url, table.secrets["attacker"]) as client:
         assert [info["name"] for info in client.get("/v1/datasets").json()] == ["numbers"]

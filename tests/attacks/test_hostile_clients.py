@@ -1,4 +1,4 @@
-"""Attacks on a server, while a healthy client iterates: it gets every batch, and nothing is left of the attacks."""
+"""Attacks on a server beside a healthy client, which receives every batch; the server releases all resources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """A server with a small memory budget."""
+    """Run a server with a small memory budget."""
     names = ("numbers", "heavy")
     targets = [f"tests.end_to_end.hosted:{name}" for name in names]
     running = ServerProcess("--port", "0", *targets, "--num-workers", "2", "--memory-budget", "64MiB")
@@ -41,7 +41,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 class Trainer:
-    """A healthy client, which iterates over a dataset again and again."""
+    """Healthy client, which iterates over a dataset repeatedly."""
 
     def __init__(self, url: str) -> None:
         self.batches = 0
@@ -53,7 +53,7 @@ class Trainer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop it."""
+        """Stop iterating."""
         self._stopped.set()
         self._thread.join()
 
@@ -212,7 +212,7 @@ def test_invalid_batch_addresses_are_rejected(client: httpx.Client, path: str) -
 
 
 def test_unsupported_methods_and_versions_are_rejected(client: httpx.Client) -> None:
-    """405 for a method, 426 for a protocol version."""
+    """The status is 405 for a method, and 426 for a protocol version."""
     for method in ("PUT", "PATCH", "PROPFIND", "TRACE", "DELETE", "OPTIONS"):
         assert client.request(method, "/v1/datasets").status_code == 405
     response = client.post("/v1/loaders", json={"dataset": "numbers"}, headers={PROTOCOL_HEADER: "99"})
@@ -221,14 +221,14 @@ def test_unsupported_methods_and_versions_are_rejected(client: httpx.Client) -> 
 
 
 def index_lists(key: str, count: int, size: int) -> bytes:
-    """The index lists of the batches [0, count)."""
+    """Return the index lists of the batches [0, count)."""
     indices = np.arange(size) % len(hosted.numbers)
     return b"".join(codec.to_bytes(codec.BatchId(key, 0, k), indices, checksum=False) for k in range(count))
 
 
 @pytest.fixture
 def own_order(client: httpx.Client) -> Iterator[str]:
-    """The key of a loader with an order of the client's own."""
+    """Return the key of a loader with a client-side sampler."""
     spec = {"dataset": "numbers", "batch_size": 4, "order": "client", "session": "hostile"}
     key: str = client.post("/v1/loaders", json=spec).raise_for_status().json()["key"]
     yield key
@@ -236,7 +236,7 @@ def own_order(client: httpx.Client) -> Iterator[str]:
 
 
 def hostile_lists(key: str) -> dict[str, bytes]:
-    """BodyReader that list no indices."""
+    """Return bodies that are not valid index lists."""
     frame = index_lists(key, 1, 4)
     address = codec.BatchId(key, 0, 0)
     return {
@@ -314,7 +314,7 @@ def _has_answer(client: Raw) -> bool:
 
 
 def registration(seed: int) -> bytes:
-    """A request for another loader."""
+    """Return the body of another loader's registration."""
     spec = json.dumps({"dataset": "numbers", "seed": seed, "shuffle": True}).encode()
     return b"POST /v1/loaders HTTP/1.1\r\n" + HOST + f"Content-Length: {len(spec)}\r\n\r\n".encode() + spec
 

@@ -1,4 +1,4 @@
-"""A hostile server can make a client raise an error and no more: soon, and in the memory that docs/limits.md states."""
+"""A hostile server can only make a client raise an error, soon and within the memory bound of docs/limits.md."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_harmless(text: str) -> bool:
 
 
 def write(*pieces: bytes) -> Callable[[socket.socket], None]:
-    """Writes some bytes."""
+    """Return a function that sends some bytes."""
     return lambda to: to.sendall(b"".join(pieces))
 
 
@@ -232,7 +232,7 @@ def test_a_response_is_bounded_by_what_was_requested(path: str, limit: int, medi
     ids=lambda field: f"{field[0]}={field[1]!r:.12}",
 )  # fmt: skip
 def test_a_dataset_that_cannot_be_is_refused(field: tuple[str, Any]) -> None:
-    """Names are short and can be shown; numbers are numbers that a dataset can have."""
+    """Names of datasets must be short and printable, and numbers must be valid for a dataset."""
     info = {**INFO, field[0]: field[1]}
     with (
         fake_server(lambda request: request.right(), info) as url,
@@ -261,7 +261,7 @@ def test_texts_of_problems_are_harmless() -> None:
 
 
 def failing(type_name: str, text: str = "it broke") -> Answer:
-    """Sends a failure."""
+    """Return a function that sends a failure."""
 
     def answer(request: Request) -> bytes:
         address = BatchId(request.key, request.epoch, request.start)
@@ -284,19 +284,19 @@ def test_exceptions_that_would_end_a_program_are_not_raised(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["StopIteration", "StopAsyncIteration", "UnicodeDecodeError", "ExceptionGroup"])
 def test_exceptions_that_would_end_the_loop_silently_are_runtime_errors(name: str) -> None:
-    """An epoch that is cut short would not be noticed."""
+    """Exceptions such as StopIteration become RuntimeError, since a truncated epoch would go unnoticed."""
     assert type(iterate(failing(name))) is RuntimeError
 
 
 def test_texts_of_failures_are_harmless_and_short() -> None:
-    """A traceback of megabytes is cut, and has no control characters."""
+    """A traceback of megabytes is truncated, and has no control characters."""
     error = iterate(failing("ValueError", CONTROL * 1000 + "x" * MIB))
     assert type(error) is ValueError
     assert len(str(error)) < 200_000
 
 
 def crafted(request: Request, header: bytes, rest: bytes = b"", values: int = 7) -> bytes:
-    """A frame of batch `start` with that header, and these bytes after it, up to a whole number of blocks."""
+    """Return a frame of batch `start` with the given header and subsequent bytes, padded to whole blocks."""
     size = -(-(PROLOGUE_SIZE + len(header) + len(rest)) // ALIGNMENT) * ALIGNMENT
     body = (header + rest).ljust(size - PROLOGUE_SIZE, b"\0")
     prologue = codec._PROLOGUE.pack(
@@ -306,19 +306,19 @@ def crafted(request: Request, header: bytes, rest: bytes = b"", values: int = 7)
 
 
 def described(request: Request, tree: object, **fields: Any) -> bytes:
-    """The header of a frame with that tree."""
+    """Return the header of a frame with that tree."""
     address = {"loader": request.key, "epoch": request.epoch, "batch": request.start, "padding": 0}
     packed: bytes = msgpack.packb({**address, "tree": tree, **fields})
     return packed
 
 
 def nested(request: Request) -> bytes:
-    """A header nested as deep as it is long."""
+    """Return a header with the maximum nesting for its length."""
     return crafted(request, b"\x91" * 100_000)
 
 
 def heavy(request: Request) -> bytes:
-    """A header that would become a hundred times as many bytes of objects."""
+    """Return a header whose objects would use a hundred times its size."""
     return crafted(request, b"\xdd\x02\x00\x00\x00" + b"\x90" * (2**25 + 2**20))
 
 

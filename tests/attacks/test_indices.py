@@ -73,7 +73,7 @@ def outcome(url: str, dataset: str, indices: Any, **spec: Any) -> Any:
 
 
 def reached(folder: Path) -> list[str]:
-    """The indices that reached the dataset since the last time."""
+    """Return the indices that reached the dataset since the last call."""
     path = folder / "indices"
     found = path.read_text().splitlines() if path.exists() else []
     path.unlink(missing_ok=True)
@@ -82,7 +82,7 @@ def reached(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("index", [-1, 10, 2**62, -(2**63)])
 def test_no_index_out_of_range_reaches_a_dataset(server: ServerProcess, folder: Path, index: int) -> None:
-    """On a server with a configuration it is an `IndexError` at its batch, as torch's own datasets raise."""
+    """A configured server reports an `IndexError` in place of the batch, as torch's own datasets raise."""
     for indices, spec in (([0, index], {}), (np.array([0, index]), {}), (index, {"batch_size": None})):
         failure = outcome(server.url, "strict", indices, **spec)
         assert isinstance(failure, Failure)
@@ -128,7 +128,7 @@ class Refusing:
 
 @pytest.mark.parametrize("index", [10**30, -(10**30), 2**64, -(2**63) - 1])
 def test_a_failure_at_an_index_of_many_digits_is_answered(index: int) -> None:
-    """An object takes any index, so the index may not fit into a failure frame: it is left out, and no worker ends."""
+    """An object may be indexed by any value; an index that does not fit into a failure is omitted."""
     with serve(Refusing(), num_workers=1) as url, httpx.Client(base_url=url, trust_env=False) as client:
         shared = client.get("/stats").json()["workers"]
         failure = outcome(url, "dataset", [3, index, 4], num_workers=1)

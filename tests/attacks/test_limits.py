@@ -46,7 +46,7 @@ class Numbers:
 
 
 def iter_dataset() -> Any:
-    """An iterable-style dataset."""
+    """Return an iterable-style dataset."""
 
     class Stream:
         def __iter__(self) -> Iterator[int]:
@@ -71,14 +71,14 @@ def limited(**limits: Any) -> Iterator[tuple[str, httpx.Client]]:
 
 
 def registered(client: httpx.Client, **fields: Any) -> str:
-    """The key of a loader."""
+    """Return the key of a new loader."""
     response = client.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 8, **fields})
     key: str = response.raise_for_status().json()["key"]
     return key
 
 
 def refusal(response: httpx.Response, status: int, limit: str) -> str:
-    """The sentence, which must name the limit."""
+    """Return the text of an error, which must name the limit."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     detail: str = response.json()["detail"]
@@ -124,7 +124,7 @@ def test_sessions_and_their_workers_are_limited(limit: str, spec: dict[str, Any]
 
 
 def test_unused_loaders_are_evicted() -> None:
-    """Least recently used first; clients register an evicted loader again and continue."""
+    """The least recently used loaders are evicted; clients register them again and continue."""
     with limited(max_loaders=3) as (_, client):
         keys = [registered(client, seed=seed) for seed in range(6)]
         responses = [client.get(f"/v1/loaders/{key}").status_code for key in keys]
@@ -132,7 +132,7 @@ def test_unused_loaders_are_evicted() -> None:
 
 
 def test_the_number_of_batches_per_request_is_limited() -> None:
-    """Prefetched batches, and batches with index lists."""
+    """The limit applies to prefetched batches, and to batches with index lists."""
     with limited(max_batches_per_request=4) as (_, client):
         plan = registered(client)
         path = f"/v1/loaders/{plan}/epochs/0/batches/0"
@@ -204,7 +204,7 @@ HANDSHAKE = (
 
 
 def test_without_tokens_all_clients_are_one_principal() -> None:
-    """Its rate limit is `max_requests_per_second`."""
+    """Clients without tokens share the rate limit `max_requests_per_second`."""
     with limited(max_unauthenticated_requests_per_second=1) as (url, client):
         assert [client.get(path).status_code for path in ("/healthz", "/v1/datasets") * 20] == [200] * 40
         assert url
@@ -239,7 +239,7 @@ def test_the_memory_of_specs_is_limited() -> None:
 
 
 def test_shared_loaders_are_evicted_if_their_specs_need_too_much_memory() -> None:
-    """Least recently used first."""
+    """The least recently used loaders are evicted first."""
     with limited(max_total_spec_bytes=10 * 2**10) as (_, client):
         keys = [registered(client, seed=seed) for seed in range(12)]
         statuses = [client.get(f"/v1/loaders/{key}").status_code for key in keys]
@@ -269,14 +269,14 @@ def test_connections_from_one_address_are_limited() -> None:
     [("max_spec_bytes", 100, 413), ("max_body_bytes", 2000, 413), ("max_buffered_request_bytes", 50, 503)],
 )
 def test_bodies_are_limited(limit: str, value: int, status: int) -> None:
-    """Each body, and all bodies together."""
+    """The size of each body, and of all bodies together, is limited."""
     with serve(Numbers(), num_workers=0, limits=ClientLimits(**{limit: value})) as url, httpx.Client() as client:
         body = json.dumps({"dataset": "dataset", "version": "x" * value * 2})
         refusal(client.post(f"{url}/v1/loaders", content=body), status, limit)
 
 
 def test_heads_are_limited() -> None:
-    """Request lines and headers."""
+    """The size of request lines and headers is limited."""
     with limited(max_header_bytes=2048) as (_, client):
         refusal(client.get("/healthz", headers={"x": "y" * 4000}), 431, "max_header_bytes")
         refusal(client.get("/" + "x" * 4000), 414, "max_header_bytes")
@@ -299,7 +299,7 @@ def test_heads_are_limited() -> None:
     ],
 )
 def test_invalid_limits_are_rejected(table: dict[str, Any], sentence: str) -> None:
-    """At construction, with the name, the value and the allowed range."""
+    """The error at construction has the name, the value and the allowed range."""
     with pytest.raises(ConfigError, match=sentence):
         ClientLimits.parse(table)
 
@@ -317,7 +317,7 @@ def test_limits_are_read_from_the_file_and_the_command_line(start_server: StartS
 
 
 def test_docs_limits_lists_all_limits() -> None:
-    """Each with its default and description."""
+    """The page lists each limit with its default and description."""
     page = (ROOT / "docs" / "limits.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", page, re.MULTILINE))
     for field in dataclasses.fields(ClientLimits):

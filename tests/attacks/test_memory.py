@@ -126,7 +126,7 @@ TRAINERS = {
 
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_what_strangers_send_takes_a_bounded_memory(server: ServerProcess, kind: str) -> None:
-    """50 MB without a token take no more than `max_unauthenticated_bytes`, however many connections stay open."""
+    """50 MB without a token use at most `max_unauthenticated_bytes`, whatever the number of open connections."""
     with Attack(server) as attack:
         attack.send(attack.raw, STRANGERS[kind])
         assert attack.peak < UNAUTHENTICATED + ALLOCATOR

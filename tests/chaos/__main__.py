@@ -18,7 +18,7 @@ PIPED_WIDTH: Final = 120
 
 
 def main() -> int:
-    """Run by the command line; 1 when anything is wrong."""
+    """Run from the command line; return 1 if the run found a problem."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, help="decides everything; without it one is drawn")
     length = parser.add_mutually_exclusive_group()

@@ -73,11 +73,11 @@ class Host:
 
     @property
     def url(self) -> str:
-        """The server's own, past the proxy."""
+        """URL of the server itself, without the proxy."""
         return f"http://127.0.0.1:{self._port}"
 
     def processes(self) -> list[psutil.Process]:
-        """The server, the fork server and the workers."""
+        """Return the server, the fork server and the workers."""
         with suppress(psutil.NoSuchProcess):
             server = psutil.Process(self.server.pid)
             return [server, *server.children(recursive=True)]
@@ -101,13 +101,13 @@ class Host:
         self.server.end(how)
 
     def restart(self) -> None:
-        """Another server on the same port."""
+        """Start another server on the same port."""
         self.server = self._start()
         self.descriptors = self._descriptors()
 
     @property
     def connections(self) -> int:
-        """Connections that the server has now."""
+        """Return the number of the server's open connections."""
         with suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.server.pid).net_connections("tcp")
             return sum(connection.status != psutil.CONN_LISTEN for connection in found)
@@ -120,7 +120,7 @@ class Host:
 
     @contextmanager
     def trouble(self, **changes: Any) -> Iterator[None]:
-        """Change the line to the proxy's clients for a while; several changes add up."""
+        """Change the line to the proxy's clients for a while; concurrent changes are combined."""
         self._trouble.append(changes)
         self._set_line()
         try:
@@ -174,11 +174,11 @@ class Trainer:
             return True
 
     def tell_to_end(self) -> None:
-        """Let it finish the epoch, and no more."""
+        """Request the end of the consumer after its current epoch."""
         Path(self.orders.stop).touch()
 
     def where_it_hangs(self) -> str:
-        """The stacks of its threads."""
+        """Return the stacks of the process's threads."""
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(1)
         return self.errors
@@ -190,7 +190,7 @@ class Trainer:
 
     @property
     def lines(self) -> list[str]:
-        """Its history up to now."""
+        """Return the history so far."""
         history = Path(self.orders.history)
         return history.read_text().splitlines() if history.exists() else []
 
@@ -215,7 +215,7 @@ class Trainer:
 
 
 class Cluster:
-    """Two servers behind proxies and three consumers, from ``with`` to its end.
+    """Two servers behind proxies and three consumers, used as a context manager.
 
     Args:
         folder: For configuration, histories and states.
@@ -271,7 +271,7 @@ class Cluster:
 
 
 def memory_of(processes: list[psutil.Process]) -> dict[int, int]:
-    """The proportional set size of each, in bytes."""
+    """Return the proportional set size of each process in bytes."""
     found = {}
     for process in processes:
         with suppress(psutil.Error, OSError, ValueError, StopIteration):
@@ -293,7 +293,7 @@ def _end_trainer(trainer: Trainer) -> None:
 
 
 def _quiet_port() -> int:
-    """A free port that the kernel gives to no connection in the meantime: the server will be away from it."""
+    """Return a free port outside of the ephemeral range, which no connection uses while the server is down."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.randrange(max(1024, first - 12000), first)

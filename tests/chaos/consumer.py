@@ -41,7 +41,7 @@ class Orders:
 
 
 class Consumer:
-    """Carries out orders."""
+    """Training loop of a consumer."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
@@ -105,12 +105,12 @@ class Consumer:
 
 
 def _open_now() -> tuple[int, int]:
-    """Descriptors and threads."""
+    """Return the numbers of open descriptors and threads."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def main() -> None:
-    """Run by the orders of the command line."""
+    """Run with the orders of the command line."""
     faulthandler.register(signal.SIGUSR1)
     Consumer(Orders(**json.loads(sys.argv[1]))).run()
 

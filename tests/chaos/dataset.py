@@ -16,7 +16,7 @@ DELAY: Final = 0.0005
 
 
 class Samples:
-    """Arrays of 1 to 8,192 bytes.
+    """Dataset of arrays of 1 to 8,192 bytes.
 
     Args:
         augmented: Whether random numbers change them.
@@ -53,7 +53,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def digest(batch: dict[str, Any]) -> int:
-    """CRC-32 of names, types, shapes and bytes."""
+    """Return the CRC-32 of names, types, shapes and bytes."""
     crc = 0
     for name, array in batch.items():
         crc = zlib.crc32(f"{name} {array.dtype.str} {array.shape}".encode(), crc)

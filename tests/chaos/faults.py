@@ -30,7 +30,7 @@ GREEDY_CONNECTIONS: Final = 4
 
 
 def inject(cluster: Cluster, fault: Fault) -> bool:
-    """Do it, and wait until it is over; False when its target was not there."""
+    """Inject a fault and wait until it is over; return False if its target was unavailable."""
     if fault.kind is Kind.CONSUMER_KILL:
         return cluster.trainers[fault.target].kill_and_resume()
     return _INJECTORS[fault.kind](cluster.hosts[fault.target], fault)

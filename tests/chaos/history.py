@@ -52,7 +52,7 @@ class Verdict:
 
 
 class Checker:
-    """Reads a history.
+    """Checker of a history.
 
     Args:
         expected: The CRCs of an epoch's batches, in order.
@@ -69,7 +69,7 @@ class Checker:
         self._begun = False
 
     def read(self, line: str) -> None:
-        """Take the next line."""
+        """Check the next line."""
         match line.split():
             case ["begin", epoch, k]:
                 self._begin(int(epoch), int(k))

@@ -37,7 +37,7 @@ def progress(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def show(outcome: Outcome, console: Console) -> None:
-    """The tables of a run."""
+    """Print the tables of a run."""
     console.print(_faults(outcome), _consumers(outcome), _memory(outcome))
     left = ", ".join(f"{count} {what}" for what, count in outcome.leftovers.items())
     console.print(f"left behind: {left}", highlight=False)

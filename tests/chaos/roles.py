@@ -26,7 +26,7 @@ class Strides:
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the beginning."""
+        """Select the start of an epoch."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ class Strides:
 
 @dataclass(frozen=True)
 class Role:
-    """One consumer."""
+    """Arguments and expected batches of one consumer."""
 
     name: str
     batch_size: int
@@ -51,7 +51,7 @@ class Role:
     augmented: bool = False
 
     def loader(self, urls: list[str], seed: int, reconnect_timeout: float, stall_timeout: float) -> DataLoader:
-        """Its loader."""
+        """Return the consumer's loader."""
         name = "augmented" if self.augmented else "plain"
         remote = RemoteDataset(urls, name, reconnect_timeout=reconnect_timeout, stall_timeout=stall_timeout)
         if self.own_order:
@@ -60,11 +60,11 @@ class Role:
         return DataLoader(remote, self.batch_size, shuffle=True, seed=seed, output="numpy", **place)
 
     def train(self) -> None:
-        """A step."""
+        """Run a training step."""
         time.sleep(self.step)
 
     def expected(self, seed: int, epoch: int) -> list[int]:
-        """The digests of an epoch's batches."""
+        """Return the digests of an epoch's batches."""
         return [
             dataset.digest(self._batch(seed, epoch, k, indices)) for k, indices in enumerate(self._order(seed, epoch))
         ]

@@ -105,7 +105,7 @@ def run(seed: int, seconds: float | None, epochs: int | None, tell: Tell = lambd
 
 
 class _Storm:
-    """Injects the faults of a seed while the consumers load."""
+    """Injection of a seed's faults while the consumers load."""
 
     def __init__(self, cluster: Cluster, outcome: Outcome, tell: Tell) -> None:
         self._cluster = cluster
@@ -143,7 +143,7 @@ class _Storm:
             self._outcome.missed[fault.kind] += 1
 
     def _wait_until(self, at: float) -> bool:
-        """Wait for the time of a fault; False when the run is over before it."""
+        """Wait for the time of a fault; return False if the run ends before."""
         if self._seconds is not None and at > self._seconds:
             return False
         while (left := self._began + at - time.monotonic()) > 0:
@@ -200,7 +200,7 @@ def _left_of_clients(cluster: Cluster, count: Callable[[Host], int]) -> int:
 
 @contextmanager
 def _marked() -> Iterator[str]:
-    """Processes that are started now can be found later."""
+    """Mark processes that start inside, so that they can be found later."""
     mark = os.environ[MARK] = secrets.token_hex(8)
     try:
         yield mark

@@ -72,7 +72,7 @@ ROUND: Final = (*Kind, *[Kind.CONSUMER_KILL] * (CONSUMERS - 1))
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault."""
+    """Fault of one server or consumer."""
 
     at: float
     """Seconds after the start of the run."""
@@ -86,7 +86,7 @@ class Fault:
 
     @property
     def who(self) -> str:
-        """Whom it happens to."""
+        """Name of the target."""
         return f"{'consumer' if self.kind is Kind.CONSUMER_KILL else 'server'} {self.target}"
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Fault:
 
 
 def faults(seed: int) -> Iterator[Fault]:
-    """The faults of a seed, without end.
+    """Yield the faults of a seed without end.
 
     Each kind comes once in a `ROUND`, and each consumer is killed once.
     """

@@ -31,12 +31,12 @@ WHOLE = list(range(BATCHES))
 
 
 def summary(verdict: Verdict) -> tuple[int, int, int, int]:
-    """(lost, doubled, wrong, misplaced)."""
+    """Return the numbers of lost, doubled, wrong and misplaced batches."""
     return verdict.lost, verdict.doubled, verdict.wrong, verdict.misplaced
 
 
 def test_a_right_history_has_nothing_wrong() -> None:
-    """Every batch once, in order, to the end."""
+    """A history with every batch once, in order, to the end has no violations."""
     verdict = check([*history(WHOLE, WHOLE), "left 0 0"], expected)
     assert verdict == Verdict(batches=2 * BATCHES, epochs=2, worst_wait=0.1)
     assert verdict.violations == 0
@@ -94,7 +94,7 @@ def test_a_resume_elsewhere_is_found(place: str) -> None:
 
 
 def test_an_epoch_may_be_over_before_it_could_be_said() -> None:
-    """The state after the last batch is the beginning of the next epoch."""
+    """A state after the last batch may refer to the start of the next epoch."""
     lines = [*history(WHOLE)[:-2], "saved 1 0", *history(WHOLE, epoch=1)]
     verdict = check(lines, expected)
     assert verdict.violations == 0
@@ -108,7 +108,7 @@ def test_an_end_in_mid_epoch_is_found() -> None:
 
 
 def test_what_a_consumer_leaves_is_found() -> None:
-    """Descriptors and threads."""
+    """Descriptors and threads that a consumer does not release are violations."""
     assert check([*history(WHOLE), "left 2 1"], expected).left == 3
 
 

@@ -49,7 +49,7 @@ def test_every_kind_comes_before_one_comes_again(seed: int) -> None:
 
 @given(seeds)
 def test_there_is_a_server_often_enough(seed: int) -> None:
-    """The time without any is bounded, well below the clients' patience."""
+    """The time without any server is bounded, well below the clients' timeouts."""
     assert _longest_without(plan(seed, 600)) <= MAX_BOTH_AWAY < RECONNECT_TIMEOUT / 2
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_broken_at_a_server_that_is_away(seed: int) -> None:
 
 
 def _longest_without(faults: list[Fault]) -> float:
-    """The longest time in which all servers are away."""
+    """Return the longest time in which all servers are unavailable."""
     longest = 0.0
     back = [0.0] * SERVERS
     for fault in faults:

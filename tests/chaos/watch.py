@@ -58,7 +58,7 @@ class Watch:
         return [int(host.baseline + 1.5 * MEMORY_BUDGET + SLACK) for host in self._cluster.hosts]
 
     def files_left(self) -> list[str]:
-        """Files in /dev/shm that the run's processes had open, and that are still there."""
+        """Return the files in /dev/shm that the run's processes opened and that still exist."""
         return [path for path in sorted(self._shared_files) if Path(path).exists()]
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""The arguments that torch's DataLoader refuses are refused here, in the same words and the same order."""
+"""The constructor rejects the arguments that torch's DataLoader rejects, with its texts and in its order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CPUS = len(os.sched_getaffinity(0))
 
 
 class Unsized:
-    """A map-style dataset without a length."""
+    """Map-style dataset without a length."""
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -100,7 +100,7 @@ NO_CONTEXT = (
     ids=label,
 )
 def test_what_is_refused(changed: dict[str, Any], text: str) -> None:
-    """A ValueError, with torch's text."""
+    """The exception is a ValueError with torch's text."""
     with pytest.raises(ValueError) as refused:
         check(arguments(**changed))
     assert str(refused.value) == text
@@ -117,7 +117,7 @@ def test_what_is_refused(changed: dict[str, Any], text: str) -> None:
     ids=label,
 )
 def test_what_has_a_wrong_type(changed: dict[str, Any], text: str) -> None:
-    """A TypeError, with torch's or Python's text."""
+    """The exception is a TypeError with torch's or Python's text."""
     with pytest.raises(TypeError) as refused:
         check(arguments(**changed))
     assert str(refused.value) == text
@@ -147,18 +147,18 @@ def test_what_is_accepted(changed: dict[str, Any]) -> None:
 
 
 def make_loader(num_workers: int) -> None:
-    """Stands for the constructor."""
+    """Call the check of the constructor."""
     check(arguments(num_workers=num_workers))
 
 
 def iterate(num_workers: int) -> None:
-    """Stands for ``__iter__``."""
+    """Call the check of ``__iter__``."""
     warn_of_too_many_workers(num_workers, cpus=2)
 
 
 @pytest.mark.parametrize("user", [lambda: make_loader(40), lambda: iterate(40)], ids=["constructor", "iter"])
 def test_too_many_workers(user: FunctionType) -> None:
-    """More than the server has CPUs: a warning, which shows the user's line."""
+    """More workers than the server's CPUs cause a warning that shows the user's line."""
     with pytest.warns(UserWarning, match="excessive worker creation") as given:
         user()
     assert [str(warning.message) for warning in given] == [
@@ -171,7 +171,7 @@ def test_too_many_workers(user: FunctionType) -> None:
 
 
 def test_as_many_workers_as_cpus() -> None:
-    """No warning, which would fail this test."""
+    """As many workers as CPUs cause no warning."""
     make_loader(2)
 
 
@@ -232,7 +232,7 @@ def values() -> list[tuple[str, Any]]:
 
 
 def assert_as_torch(dataset: Any, iterable: bool, changed: dict[str, Any]) -> None:
-    """The same error, or none, and the same warnings."""
+    """Assert that error, or none, and warnings equal torch's."""
     from torch.utils.data import DataLoader
 
     checked = {name: value for name, value in changed.items() if name in DEFAULTS}

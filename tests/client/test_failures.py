@@ -1,4 +1,4 @@
-"""A failure on the server becomes an exception that users of torch know."""
+"""A failure on the server becomes an exception of torch's form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BATCH_ID = BatchId("a" * 32, 2, 7)
 
 
 def raised(type_name: str, message: str = "it broke", worker: int = 1) -> Exception:
-    """The exception for a failure of that type."""
+    """Return the exception for a failure of a type."""
     traceback = f"Traceback (most recent call last):\n  ...\n{type_name}: {message}\n"
     return exception_of(Failure(type_name, message, traceback, [1, 2], worker), BATCH_ID, "http://here")
 
@@ -53,11 +53,11 @@ def test_other_types_are_remote_errors(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [EncodeError, WorkerDied])
 def test_teleloaders_own_types_are_kept(kind: type[Exception]) -> None:
-    """They are known on both sides."""
+    """Exceptions of teleloader, which both sides know, keep their type."""
     assert type(raised(f"{kind.__module__}.{kind.__name__}")) is kind
 
 
 def test_many_indices_are_not_all_shown() -> None:
-    """Twenty are enough for a message."""
+    """A message contains at most twenty indices."""
     error = exception_of(Failure("ValueError", "", "", list(range(100)), -1), BATCH_ID, "x")
     assert "18, 19, ...]" in str(error)

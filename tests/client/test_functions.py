@@ -44,7 +44,7 @@ def dataset(info: dict[str, Any]) -> Iterator[RemoteDataset]:
 
 @pytest.fixture
 def served_here(dataset: RemoteDataset) -> Iterator[RemoteDataset]:
-    """The same, as if the server were in this process."""
+    """Yield the dataset, hosted by a server in this process."""
     local.begin_serving(dataset.url, threading.Thread())
     yield dataset
     local.end_serving(dataset.url)
@@ -56,13 +56,13 @@ def named(dataset: RemoteDataset, function: Any, argument: str = "collate_fn") -
 
 
 class Made:
-    """Can be called."""
+    """Callable class."""
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Something."""
+        """Do nothing."""
 
     def collate(self, samples: list[Any]) -> Any:
-        """Something else."""
+        """Do nothing."""
 
 
 # --- On another machine -------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_torchs_own_function_is_not_taken_for_another_one(dataset: RemoteDataset
 
 
 def test_a_function_that_the_server_allows_goes_by_its_name(dataset: RemoteDataset) -> None:
-    """Module and qualified name: it is found there, and never sent."""
+    """The spec has the function's module and qualified name, by which the server finds it."""
     assert named(dataset, statistics.mean) == "statistics:mean"
 
 
@@ -136,7 +136,7 @@ def test_any_other_function_is_refused(dataset: RemoteDataset, function: Callabl
     ids=["object", "partial", "bound method", "lambda"],
 )
 def test_what_has_no_name_is_refused(dataset: RemoteDataset, function: Callable[..., Any]) -> None:
-    """No name stands for it under which a server could find it, so the sentence proposes none."""
+    """A function that a server cannot find by name is rejected, and the error proposes no name."""
     with pytest.raises(ValueError, match=r"collate_fn=.* runs on the server") as refused:
         named(dataset, function)
     assert "functions = [" not in str(refused.value)
@@ -145,7 +145,7 @@ def test_what_has_no_name_is_refused(dataset: RemoteDataset, function: Callable[
 @pytest.mark.parametrize("argument", ["collate_fn", "worker_init_fn"])
 @pytest.mark.parametrize("function", [5, "statistics:mean", [statistics.mean]], ids=label)
 def test_what_cannot_be_called_is_refused(dataset: RemoteDataset, argument: str, function: Any) -> None:
-    """Also a name: it is the function itself that is passed."""
+    """Values other than callables are rejected, names included."""
     with pytest.raises(TypeError, match=f"{argument} must be a function, got "):
         named(dataset, function, argument)
 

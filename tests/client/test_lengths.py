@@ -71,7 +71,7 @@ def test_a_length_that_nobody_asked_for_is_not_exceeded() -> None:
 
 
 def test_as_many_as_it_said_are_right() -> None:
-    """Also fewer batches than samples."""
+    """The right number of samples causes no warning, in any number of batches."""
     assert warned([1, 2, 3], [part(3)], asked=3, samples=3) == []
     assert warned([[1, 2, 3]], [part(3)], asked=3, samples=3) == []
 
@@ -80,7 +80,7 @@ def test_as_many_as_it_said_are_right() -> None:
 
 
 def test_too_few_are_warned_of_at_the_end() -> None:
-    """Torch does not notice; the samples of all shards count together."""
+    """Missing samples, counted over all shards, cause a warning at the end, unlike in torch."""
     (said,) = warned([1, 2], [part(40), part(57)], num_workers=2, samples=98)
     assert said.startswith("Length of IterableDataset numbers " + UNDER.format(98, 97, 2) + "s. ")
     (said,) = warned([1], [part(1)], num_workers=0, samples=2)
@@ -88,7 +88,7 @@ def test_too_few_are_warned_of_at_the_end() -> None:
 
 
 def test_an_empty_dataset_that_says_so_is_right() -> None:
-    """No sample of none."""
+    """A dataset of length 0 without samples causes no warning."""
     assert warned([], [part(0)], samples=0) == []
     assert warned([], [part(0)], samples=None) == []
 
@@ -167,12 +167,12 @@ def test_where_shards_may_not_repeat_nothing_is_said() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_one_shard_repeats_nothing(num_workers: int) -> None:
-    """Equal batches are the data."""
+    """Equal batches of a single shard cause no warning."""
     assert warned([0, 0], [whole(2)], num_workers=num_workers) == []
 
 
 def test_a_pass_that_goes_on_in_the_middle_compares_nothing() -> None:
-    """Batches 0 and 1 were an earlier process's."""
+    """A resumed epoch has no first batches to compare, as an earlier process received them."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lengths = LengthCheck("numbers", 2, None, None, may_repeat=True)

@@ -42,7 +42,7 @@ AS_TORCH: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("arguments", AS_TORCH, ids=str)
 def test_bad_arguments_fail_as_in_torch(url: str, arguments: dict[str, Any]) -> None:
-    """Same type, same text."""
+    """Errors have torch's types and texts."""
     need("torch")
     from torch.utils.data import DataLoader as TorchLoader
 
@@ -54,7 +54,7 @@ def test_bad_arguments_fail_as_in_torch(url: str, arguments: dict[str, Any]) -> 
 
 
 def test_an_empty_dataset(url: str) -> None:
-    """No batches; but to shuffle it is an error, as in torch."""
+    """An empty dataset has no batches; shuffling it raises an error, as in torch."""
     assert list(DataLoader(RemoteDataset(url, "none"), 2)) == []
     with pytest.raises(ValueError, match="num_samples should be a positive integer value, but got num_samples=0"):
         DataLoader(RemoteDataset(url, "none"), 2, shuffle=True)
@@ -62,13 +62,13 @@ def test_an_empty_dataset(url: str) -> None:
 
 @pytest.mark.parametrize(("batch_size", "drop_last", "batches"), [(3, False, 4), (3, True, 3), (None, False, 10)])
 def test_length(url: str, batch_size: int | None, drop_last: bool, batches: int) -> None:
-    """len() is the number of batches that iteration gives."""
+    """len() equals the number of batches of an iteration."""
     loader = DataLoader(RemoteDataset(url, "ten"), batch_size, drop_last=drop_last, output="numpy")
     assert len(loader) == batches == len(list(loader))
 
 
 def test_each_iteration_is_the_next_epoch(url: str) -> None:
-    """set_epoch chooses it; the same epoch is the same order again."""
+    """Each iteration is the next epoch unless set_epoch selects another; an epoch's order is always the same."""
     loader = DataLoader(RemoteDataset(url, "ten"), 10, shuffle=True, output="numpy")
     first, second = (next(iter(loader)).tolist() for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(10))
@@ -91,7 +91,7 @@ def test_an_interrupted_epoch_survives_set_epoch(url: str) -> None:
 
 @pytest.mark.parametrize("output", ["torch", "numpy"])
 def test_a_sampler_is_batched_whatever_the_output(url: str, output: Any) -> None:
-    """By batch_size and drop_last, or not at all."""
+    """The output does not change batching by batch_size and drop_last, or its absence."""
     if output == "torch":
         need("torch")
     cases: list[tuple[dict[str, Any], Any]] = [
@@ -106,7 +106,7 @@ def test_a_sampler_is_batched_whatever_the_output(url: str, output: Any) -> None
 
 
 def test_numpy_on_request(url: str) -> None:
-    """output="numpy" does not load torch; another word is refused."""
+    """output="numpy" does not import torch; an unknown output is rejected."""
     assert type(next(iter(DataLoader(RemoteDataset(url, "ten"), output="numpy")))).__module__ == "numpy"
     with pytest.raises(ValueError, match="invalid output='tensorflow': expected 'torch', 'numpy', 'jax' or None"):
         DataLoader(RemoteDataset(url, "ten"), output="tensorflow")  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_what_is_not_installed_is_named(url: str, output: Any, package: str, mon
 
 
 def test_pinning_without_an_accelerator_warns_as_torch_does(url: str) -> None:
-    """At each iter(), not before; and the batches are ordinary tensors."""
+    """Each iter() causes the warning, not the constructor; the batches are ordinary tensors."""
     need("torch")
     import torch
 
@@ -137,7 +137,7 @@ def test_pinning_without_an_accelerator_warns_as_torch_does(url: str) -> None:
 
 
 def test_pinning_needs_torch(url: str) -> None:
-    """NumPy cannot pin."""
+    """Pinning NumPy arrays is rejected."""
     with pytest.raises(TeleloaderError, match="pin_memory=True requires torch tensors"):
         DataLoader(RemoteDataset(url, "ten"), pin_memory=True, output="numpy")
 
@@ -183,7 +183,7 @@ def test_ranks_come_from_torch_distributed(url: str, tmp_path: Any) -> None:
 
 
 def test_what_is_exported() -> None:
-    """The public face changes on purpose only."""
+    """The list of public names changes only deliberately."""
     assert set(teleloader.__all__) == {
         "AccessDenied", "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged",
         "EncodeError", "Forbidden", "InvalidSpec", "LoaderStats", "LoaderTimeout", "ProtocolError", "RemoteDataset",

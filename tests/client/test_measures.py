@@ -17,7 +17,7 @@ from tests.client.fake_server import ITERABLE, Request, fake_server
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server with 40 rows of 1,000 numbers."""
+    """Run a server with 40 rows of 1,000 numbers; return its URL."""
     with serve([np.full(1000, number) for number in range(40)], num_workers=1) as address:
         yield address
 

@@ -26,7 +26,7 @@ ORDERS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[int]]]] = {
 def load(
     answer: Answer, order: str = "plan", *, reconnect_timeout: float = 30, max_batch_bytes: int = 2**20
 ) -> list[list[int]]:
-    """An epoch from a fake server."""
+    """Load an epoch from a fake server."""
     info, arguments, _ = ORDERS[order]
     with fake_server(answer, info) as url:
         dataset = RemoteDataset(url, reconnect_timeout=reconnect_timeout)
@@ -41,7 +41,7 @@ def once(wrong: Callable[[Request], bytes | int]) -> Answer:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_answers_are_handed_over_in_order(order: str) -> None:
-    """The fake server itself is right when nothing is done to it."""
+    """Without faults, batches arrive in order from the fake server."""
     assert load(Request.right, order) == ORDERS[order][2]
 
 
@@ -84,13 +84,13 @@ def test_a_server_that_is_always_wrong_is_an_error() -> None:
 
 
 def test_an_answer_that_states_too_much_is_not_received() -> None:
-    """A hostile server cannot make the client take more memory than it allows."""
+    """A response whose declared size exceeds the limit is not received."""
     with pytest.raises(ProtocolError, match=r"invalid response with Content-Length .*: expected 1 to"):
         load(lambda request: bytes(READY_BYTES + 2**12 + 1), max_batch_bytes=2**12)
 
 
 def test_a_server_that_never_can_is_unavailable() -> None:
-    """503 for longer than reconnect_timeout."""
+    """503 for longer than reconnect_timeout raises ServerUnavailable."""
     with pytest.raises(ServerUnavailable, match=r"did not send batch 0 of epoch 0: .*not now"):
         load(lambda request: 503, reconnect_timeout=0.3)
 
@@ -153,7 +153,7 @@ def test_an_answer_may_be_shorter_than_what_was_listed() -> None:
 
 @pytest.mark.parametrize("sizes", [[0], [3], [2, 2], [0, 3], [3, 0], [1, 4, 2], [0, 0, 0]], ids=str)
 def test_shards_end_one_after_another(sizes: list[int]) -> None:
-    """The loop is given every batch of each in turns, and never an end."""
+    """The loop receives every batch of each shard in turn, and no end of a shard."""
 
     def answer(request: Request) -> bytes:
         frames = []

@@ -34,17 +34,17 @@ PAGE = b"<html>\x1b[31m gateway \xff\x00 page</html>"
 
 
 def response(status: int, body: bytes = PAGE, head: str = "") -> bytes:
-    """A complete HTTP response."""
+    """Return a complete HTTP response."""
     return f"HTTP/1.1 {status} X\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def problem(status: int, code: str) -> bytes:
-    """The response of a loader server that refuses a request."""
+    """Return the response of a loader server that rejects a request."""
     return response(status, json.dumps({"code": code, "detail": "the reason"}).encode())
 
 
 def sending(content: bytes) -> Raw:
-    """Send the bytes, then close the connection."""
+    """Return a function that sends the bytes and closes the connection."""
     return lambda connection: connection.sendall(content)
 
 
@@ -242,7 +242,7 @@ SLOW = 0.6 * STALL_TIMEOUT
 
 
 class Slow:
-    """A server on a busy machine.
+    """Server on a busy machine.
 
     Args:
         registers_slowly: Whether it has been slow since the loader was registered.
@@ -253,7 +253,7 @@ class Slow:
         self._checked = threading.Semaphore(0)
 
     def delay(self) -> None:
-        """Take as long as a busy machine takes for a small response."""
+        """Wait as long as a busy machine needs for a small response."""
         threading.Event().wait(SLOW)
 
     def check(self) -> None:
@@ -268,7 +268,7 @@ class Slow:
         return 200
 
     def batches(self, request: Request) -> bytes:
-        """Send a batch to a client that has waited for a health check and for some more time."""
+        """Send a batch to a client that has waited for a health check and longer."""
         if request.start == 0:
             while self._checked.acquire(blocking=False):
                 pass

@@ -22,7 +22,7 @@ NO_URLS: list[Any] = [
 
 @pytest.mark.parametrize("url", NO_URLS, ids=repr)
 def test_what_is_no_url_is_refused(url: Any) -> None:
-    """At once, by the library as by its parts."""
+    """An invalid URL is rejected immediately, by the public class and by its internal parts."""
     for make in (lambda: Server(url, 1.0), lambda: RemoteDataset([url, "http://127.0.0.1:9"], "train")):
         with pytest.raises(ValueError, match="invalid server URL ") as error:
             make()

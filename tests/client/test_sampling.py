@@ -1,4 +1,4 @@
-"""The order of a client's own: drawn as far as it is needed, sent as plain numbers, and drawn again from a state."""
+"""Client-side sampling: indices are drawn lazily, sent as plain numbers, and drawn again after a resume."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def drawn(lists: IndexLists, stop: int) -> list[tuple[int, Any]]:
 
 
 def test_the_end_shows_when_it_is_come_to() -> None:
-    """A sampler need not know its length."""
+    """The end of a sampler without a length is noticed when it is reached."""
     lists = IndexLists(Watched(2), 0)
     assert drawn(lists, 2) == [(0, 0), (1, 10)]
     assert (lists.drawn, lists.exhausted) == (2, False)
@@ -95,7 +95,7 @@ def test_a_resumed_order_may_be_at_its_end() -> None:
 
 
 def test_an_exception_of_the_sampler_stands_at_its_place() -> None:
-    """The lists before it are given; it is kept for the loop, and nothing comes after it."""
+    """Earlier lists are sent; the exception is stored for the loop, and ends the order."""
     lists = IndexLists(Watched(5, fails_at=2), 0)
     assert drawn(lists, 5) == [(0, 0), (1, 10)]
     assert (lists.drawn, lists.exhausted) == (2, True)
@@ -188,7 +188,7 @@ def test_whole_numbers_arrive_as_pythons(indices: Any, plain: Any) -> None:
 
 
 def types(value: Any) -> Any:
-    """The types of a nest."""
+    """Return the types of a nested value."""
     return type(value), [types(item) for item in value] if isinstance(value, list | tuple) else None
 
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_sent_is_a_type_error(indices: Any) -> None:
 
 
 def test_a_list_of_whole_numbers_travels_as_one_array() -> None:
-    """A batch of 4,096 is described in 33 KB."""
+    """The index list of a batch of 4,096 samples has 33 KB."""
     assert len(index_frame(BATCH_ID, list(range(4096)))) < 8 * 4096 + 512
     assert len(index_frame(BATCH_ID, [np.int32(index) for index in range(4096)])) < 8 * 4096 + 512
 
@@ -338,7 +338,7 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(generator: Any = None) -> list[float]:
-    """A number of each generator."""
+    """Return a number of each generator."""
     import torch
 
     numbers = [random.random(), random.gauss(0, 1), float(np.random.random()), float(np.random.normal())]
@@ -360,7 +360,7 @@ def generators() -> Iterator[Any]:
 
 
 def test_what_is_drawn_from_a_saved_state_is_the_same_again(generators: Any) -> None:
-    """From Python's, NumPy's and torch's generators, the second of two normal numbers included, and the loader's."""
+    """States restore Python's, NumPy's, torch's and the loader's generators, including the second normal number."""
     random.gauss(0, 1)
     np.random.normal()
     every = RandomState(generators, process=PROCESS_GENERATORS)
@@ -375,7 +375,7 @@ def test_what_is_drawn_from_a_saved_state_is_the_same_again(generators: Any) -> 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_process_draws_on_where_it_was(generators: Any, fails: bool) -> None:
-    """Resuming an order leaves the training loop's random numbers alone, also after an error."""
+    """Resuming an order does not change the training loop's generators, even after an error."""
     np.random.normal()
     every = RandomState(None, process=PROCESS_GENERATORS)
     state = through_json(every.save())
@@ -413,7 +413,7 @@ def test_samplers_bring_generators_of_their_own(generators: Any) -> None:
 
 
 def test_only_the_named_global_generators_are_saved_and_restored(generators: Any) -> None:
-    """Without names, the loader's own generators are restored alone; a state of another number of them is refused."""
+    """Without names, only the loader's own generators are restored; a state of another number is rejected."""
     own = RandomState(generators)
     state = through_json(own.save())
     assert list(state) == ["own"]
@@ -456,7 +456,7 @@ def test_a_state_of_other_generators_is_refused(generators: Any) -> None:
 
 
 def test_without_torch_there_are_two_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's and NumPy's; a state that was saved without torch can be used with it."""
+    """Without torch, states contain Python's and NumPy's generators, and can be used with torch."""
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch", None)
         every = RandomState(None, process=PROCESS_GENERATORS)

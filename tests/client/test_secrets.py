@@ -1,4 +1,4 @@
-"""Tokens in error reports: no local variable of a traceback's frames shows them."""
+"""Tokens in error reports: no local variable of a traceback's frames contains them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def connect_to_nobody() -> None:
 
 
 def pass_a_line_break() -> None:
-    """Give a token that cannot stand in a header."""
+    """Pass a token that is invalid in a header."""
     RemoteDataset("http://127.0.0.1:9", token=f"{TOKEN}\n")
 
 
 def pass_a_wrong_url() -> None:
-    """Let the construction fail before the token is looked at."""
+    """Make the construction fail before the token is read."""
     RemoteDataset([], token=TOKEN)
 
 
 def present_a_wrong_token() -> None:
-    """Let a server refuse a token."""
+    """Send a token that the server rejects."""
     with serve([1], num_workers=0, token=f"{TOKEN}-of-the-server") as url:
         RemoteDataset(url, token=TOKEN)
 
@@ -58,7 +58,7 @@ def lose_the_server() -> None:
 
 
 def receive_a_cut_response() -> None:
-    """Let a response end early."""
+    """Receive a truncated response."""
 
     def hang_up(connection: Any) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{")
@@ -74,7 +74,7 @@ def serve_a_short_token() -> None:
 
 
 def serve_where_others_are() -> None:
-    """Let a server with a token fail to bind."""
+    """Start a server with a token on a port that is in use."""
     with serve([1], token=TOKEN, host_address="192.0.2.1"):
         pass
 
@@ -109,7 +109,7 @@ def test_no_local_variable_shows_a_token(fail: Callable[[], None], kind: type[Ex
 
 
 def test_a_token_file_that_is_refused_shows_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with a token and more holds the token all the same."""
+    """The content of a rejected token file, which contains a token, is not shown."""
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\nsecond line\n")
     monkeypatch.setenv("TELELOADER_TOKEN_FILE", str(file))
@@ -119,7 +119,7 @@ def test_a_token_file_that_is_refused_shows_nowhere(tmp_path: Path, monkeypatch:
 
 
 def test_a_dataset_whose_construction_failed_has_a_repr() -> None:
-    """An error report prints `self` of the frame in which it failed."""
+    """The repr works, because error reports print `self` of the failed frame."""
     for fail in (connect_to_nobody, pass_a_wrong_url, pass_a_line_break):
         with pytest.raises((ServerUnavailable, ValueError)) as raised:
             fail()

@@ -31,7 +31,7 @@ class Stating:
             yield i if i != 5 else object()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
+        """Return the position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ def test_an_empty_shard_is_not_in_doubt_after_its_end() -> None:
 
 
 def received(spec: LoaderSpec, state: str) -> DeliveredShards:
-    """The record after a batch of the second of two shards."""
+    """Return the record after a batch of the second of two shards."""
     raw = np.frombuffer(to_bytes(BatchId(spec.key, 0, 1), [1, 2], shard_state=state), np.uint8)
     shards = DeliveredShards(spec, 0)
     shards.add([codec.read(codec.Bits(raw))], raw)
@@ -96,7 +96,7 @@ def received(spec: LoaderSpec, state: str) -> DeliveredShards:
     ("length", "resumed", "is_kept"), [(1000, None, True), (400_000, "x" * 390_000, False), (MAX_STATES, None, False)]
 )
 def test_states_are_left_out_where_a_registration_has_no_room(length: int, resumed: str | None, is_kept: bool) -> None:
-    """Then the digest is compared; a server would refuse the registration as a whole."""
+    """States that exceed the limit of a registration are omitted, and replays are verified by the digest alone."""
     shard_states = None if resumed is None else [None, resumed]
     spec = LoaderSpec(dataset="d", session="s", num_workers=2, shard_states=shard_states)
     text = received(spec, "y" * length).spec.delivered

@@ -30,7 +30,7 @@ REGISTERED = {
 
 
 def nested() -> Any:
-    """Lists inside each other, more than Python walks through."""
+    """Return lists nested more deeply than Python's recursion limit."""
     value: list[Any] = []
     for _ in range(sys.getrecursionlimit()):
         value = [value]
@@ -115,7 +115,7 @@ def answering(body: bytes, **headers: str) -> Iterator[Server]:
                 self.wfile.write(body)
 
         def log_message(self, *args: Any) -> None:
-            """Silent."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.handle_request)
@@ -125,14 +125,14 @@ def answering(body: bytes, **headers: str) -> Iterator[Server]:
 
 
 def test_what_is_compressed_unasked_is_not_unpacked() -> None:
-    """A megabyte may unpack to a gigabyte; nor does a body that cannot be unpacked lead to another error."""
+    """Compressed responses are not unpacked, as a megabyte may unpack to a gigabyte."""
     for body in (gzip.compress(json.dumps([INFO]).encode()), b"not gzip"):
         with answering(body, Content_Encoding="gzip") as server, pytest.raises(ProtocolError, match="is not JSON"):
             server.datasets()
 
 
 def test_an_answer_has_a_limit() -> None:
-    """A server that sends for ever is not read for ever."""
+    """An endless response is not read beyond a limit."""
     with (
         answering(b" " * (MAX_JSON_BYTES + 2**20)) as server,
         pytest.raises(ProtocolError, match="exceeds 4,194,304 bytes"),

@@ -39,7 +39,7 @@ from tests.conftest import ROOT
 
 
 class Augmented:
-    """Samples with random numbers of the global generators."""
+    """Dataset with random numbers of the global generators."""
 
     def __init__(self, length: int = 23) -> None:
         self._length = length
@@ -95,7 +95,7 @@ class Alike:
 
 
 class SampleError(Exception):
-    """An exception that is not builtin."""
+    """Exception that is not builtin."""
 
 
 def first_of(samples: list[Any]) -> list[Any]:
@@ -104,7 +104,7 @@ def first_of(samples: list[Any]) -> list[Any]:
 
 
 def fail_to_open(worker_id: int) -> None:
-    """A worker-init function that raises."""
+    """Raise an exception: a worker-init function."""
     raise KeyError(worker_id)
 
 
@@ -125,7 +125,7 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[str]:
-    """URL of a real server."""
+    """Run a real server; return its URL."""
     with serve(DATASETS, num_workers=2) as url:
         yield url
 
@@ -136,7 +136,7 @@ def loader(url: str, *, dataset: str = "map", batch_size: int | None = 4, **argu
 
 
 def plain(batch: Any) -> Any:
-    """A batch as lists."""
+    """Return a batch as lists."""
     return [plain(item) for item in batch] if isinstance(batch, list | tuple) else np.asarray(batch).tolist()
 
 
@@ -293,7 +293,7 @@ def test_a_batch_that_exceeds_the_timeout_of_the_loader_is_not_lost() -> None:
 
 
 def test_a_closed_fake_is_unreachable() -> None:
-    """Before and after its ``with`` block, and for a loader that was created in it."""
+    """It is unreachable before and after its ``with`` block, also for a loader created in it."""
     fake = FakeServer(DATASETS)
     for _ in range(2):
         with pytest.raises(ServerUnavailable, match="cannot connect to http://fake-"):
@@ -438,7 +438,7 @@ def test_several_fakes_share_an_epoch() -> None:
 
 
 def test_no_socket_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for batches nor for control requests."""
+    """Neither batches nor control requests open a socket."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a socket was opened")
@@ -450,7 +450,7 @@ def test_no_socket_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_no_dataset_is_refused() -> None:
-    """At once."""
+    """Objects that are not datasets are rejected at construction."""
     with pytest.raises(TeleloaderError, match=r"dataset 'train' must define .* got int"):
         FakeServer({"train": 5})
 

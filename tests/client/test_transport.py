@@ -1,4 +1,4 @@
-"""Contract of transports: each keeps the rules of `teleloader.transport.interface`."""
+"""Contract of transports: each follows the rules of `teleloader.transport.interface`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_BYTES = 2**20
 
 
 class Held(list[int]):
-    """A dataset that waits before sample 4."""
+    """Dataset that waits before sample 4."""
 
     def __init__(self) -> None:
         super().__init__(range(8))
@@ -51,7 +51,7 @@ class Held(list[int]):
 
 @contextmanager
 def hosted(transport: str, dataset: Any) -> Iterator[BatchServer]:
-    """A server that hosts a dataset, with a transport."""
+    """Run a server that hosts a dataset, with a transport."""
     if transport == "http":
         with serve(dataset, num_workers=0) as url:
             yield server_at(url, 10, Credentials())
@@ -62,12 +62,12 @@ def hosted(transport: str, dataset: Any) -> Iterator[BatchServer]:
 
 @pytest.fixture(params=["http", "fake"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """A transport."""
+    """Return a transport."""
     return str(request.param)
 
 
 def connected(server: BatchServer, spec: LoaderSpec = SPEC) -> Connection:
-    """A new connection, for a registered loader."""
+    """Open a connection for a registered loader."""
     return server.connect(server.register(spec).key, 0, "test", lambda: REPORT)
 
 
@@ -108,7 +108,7 @@ def test_the_indices_of_a_client_side_sampler_are_sent(transport: str) -> None:
 
 
 def test_a_connection_that_another_thread_breaks_raises(transport: str) -> None:
-    """In the thread that waits for a response, and for each further request."""
+    """The thread that waits for a response gets the error, as does each further request."""
     dataset = Held()
     with hosted(transport, dataset) as server:
         connection = connected(server)
@@ -134,7 +134,7 @@ def test_a_connection_that_another_thread_breaks_raises(transport: str) -> None:
 
 
 def test_a_response_beyond_the_limit_is_refused(transport: str) -> None:
-    """Before memory is taken for it; the error names the setting."""
+    """The error, which names the setting, is raised before memory is allocated for the response."""
     with hosted(transport, [np.zeros(1000)] * 2) as server:
         connection = connected(server)
         with pytest.raises(ProtocolError, match="increase max_batch_bytes"):
@@ -161,7 +161,7 @@ def test_a_closed_server_is_unreachable(transport: str) -> None:
 
 
 def test_an_http_connection_that_fails_to_open_has_a_cause_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither if it is refused, nor if the system rejects an option of its socket."""
+    """This holds if it is refused, and if the system rejects a socket option."""
     with hosted("http", list(range(8))) as server:
         key = server.register(SPEC).key
         before = http._open.copy()
@@ -176,7 +176,7 @@ def test_an_http_connection_that_fails_to_open_has_a_cause_and_is_not_kept(monke
 
 
 def test_the_span_of_a_broken_request_records_the_cause() -> None:
-    """The exception of the socket, which has the type that users search for; or the error itself without a cause."""
+    """The span has the socket's exception, whose type users search for, or the error itself without a cause."""
     need("opentelemetry")
     cause = ConnectionResetError("connection reset by peer")
     broken = TransportError("connection reset by peer")

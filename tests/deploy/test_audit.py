@@ -1,4 +1,4 @@
-""".ci/audit.py: no advisories are not a pass."""
+""".ci/audit.py: a failed lookup of advisories is not a pass."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def log_of(service: str) -> str:
 
 @pytest.fixture
 def started() -> Iterator[None]:
-    """All services, on images that were built before."""
+    """Start all services, on images that were built before."""
     subprocess.run([ROOT / "docker" / "make-secrets.sh"], check=True)
     compose("up", "--detach", "--no-build")
     try:

@@ -22,7 +22,7 @@ DOCKER = ROOT / "docker"
 
 
 def tool(name: str) -> str:
-    """The path of a tool, without which a test is skipped: not every machine has it."""
+    """Return the path of a tool, or skip the test if the machine lacks it."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"needs {name}")
@@ -37,7 +37,7 @@ def check(*command: str | Path) -> str:
 
 
 def server_options(text: str) -> set[str]:
-    """The long options that a text gives to ``teleloader-server``."""
+    """Return the long options that a text passes to ``teleloader-server``."""
     return set(re.findall(r"--[a-z][a-z-]+", text))
 
 
@@ -46,13 +46,13 @@ def server_options(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["server", "trainer"])
 def test_the_linter_of_dockerfiles_finds_nothing(name: str) -> None:
-    """Hadolint, with all of its rules."""
+    """The Dockerfiles pass hadolint with all of its rules."""
     check(tool("hadolint"), DOCKER / f"{name}.Dockerfile")
 
 
 @pytest.mark.parametrize("name", ["server", "trainer"])
 def test_images_are_pinned(name: str) -> None:
-    """The base by its exact version, each package by version and hash, as ranges in pyproject.toml allow."""
+    """Base images have exact versions, and packages have versions and hashes within pyproject.toml's ranges."""
     dockerfile = (DOCKER / f"{name}.Dockerfile").read_text()
     assert re.search(r"^ARG PYTHON=python:3\.\d+\.\d+-slim-\w+$", dockerfile, re.MULTILINE)
     assert set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)) == {"${PYTHON}"}
@@ -68,7 +68,7 @@ def test_images_are_pinned(name: str) -> None:
 
 
 def test_secrets_are_made_once_and_fit(tmp_path: Path) -> None:
-    """The loader's file of tokens has digests of the tokens, which stay when the script is called again."""
+    """The loader's token file has digests of the tokens, which stay when the script runs again."""
     script = shutil.copy(DOCKER / "make-secrets.sh", tmp_path)
     check(script)
     secrets = tmp_path / "secrets"
@@ -114,7 +114,7 @@ def test_containers_have_limits() -> None:
 
 
 def test_what_is_mounted_is_there() -> None:
-    """Each file that the compose file brings into a container, and that git has."""
+    """Each file that the compose file mounts exists, and the script creates each of its secrets."""
     compose = (ROOT / "docker-compose.yml").read_text()
     mounted = re.findall(r"^      - (\./\S+?):", compose, re.MULTILINE)
     assert len(mounted) == 4
@@ -160,7 +160,7 @@ def test_rules_make_of_metrics_what_they_should(tmp_path: Path) -> None:
 
 
 def test_rules_ask_for_metrics_that_there_are(start_server: StartServer) -> None:
-    """Under the names and with the labels that a server exports."""
+    """Rules use names and labels that a server exports."""
     import httpx
 
     server = start_server("--demo", "--num-workers", "1")
@@ -183,7 +183,7 @@ def test_rules_ask_for_metrics_that_there_are(start_server: StartServer) -> None
 
 
 def test_the_kubernetes_example_is_valid() -> None:
-    """Each resource, in the oldest version that knows all that is used and in the tool's newest."""
+    """Each resource is valid in the oldest version with all used fields, and in the tool's newest one."""
     validate = tool("kubernetes-validate")
     for version in (["--kubernetes-version", "1.29"], []):
         said = check(validate, "--strict", *version, DEPLOY / "kubernetes.yaml")
@@ -191,7 +191,7 @@ def test_the_kubernetes_example_is_valid() -> None:
 
 
 def test_the_kubernetes_example_sends_no_token_in_clear() -> None:
-    """The server, its probes, the clients and Prometheus speak TLS."""
+    """The server, its probes, the clients and Prometheus use TLS."""
     text = (DEPLOY / "kubernetes.yaml").read_text()
     assert "--ssl-certfile=" in text
     assert text.count("httpGet:") == text.count("scheme: HTTPS") == 3
@@ -200,7 +200,7 @@ def test_the_kubernetes_example_sends_no_token_in_clear() -> None:
 
 
 def test_a_pod_has_a_limit_of_memory() -> None:
-    """A defect or an attack ends this pod, not others of its machine."""
+    """A pod's memory is limited, so that a defect or an attack does not affect other pods."""
     text = (DEPLOY / "kubernetes.yaml").read_text()
     assert text.count("      - name: server\n") == len(
         re.findall(r"^ +limits: \{ memory: \d+Gi \}$", text, re.MULTILINE)
@@ -208,7 +208,7 @@ def test_a_pod_has_a_limit_of_memory() -> None:
 
 
 def test_a_pod_has_time_to_drain() -> None:
-    """The cluster kills it later than the server ends by itself."""
+    """The cluster's grace period is longer than the server's."""
     text = (DEPLOY / "kubernetes.yaml").read_text()
     found = {name: int(re.search(pattern, text)[1]) for name, pattern in {  # type: ignore[index]
         "grace": r"terminationGracePeriodSeconds: (\d+)", "sleep": r"sleep: \{ seconds: (\d+)", "drain": r"grace=(\d+)",
@@ -228,7 +228,7 @@ def test_the_unit_is_valid_and_exposes_little(tmp_path: Path) -> None:
 
 
 def test_examples_give_the_server_options_that_it_has() -> None:
-    """In the compose file, the unit and the cluster."""
+    """Options in the compose file, the unit and the cluster's resources exist."""
     known = server_options(piped(SERVER, "--help").out)
     unit = (DEPLOY / "teleloader.service").read_text()
     command = re.search(r"ExecStart=((?:.*\\\n)*.*)", unit)

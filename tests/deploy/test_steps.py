@@ -29,7 +29,7 @@ sys.exit(len(failed))
 
 @pytest.fixture
 def ci(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Imports a module of .ci; the working directory is empty."""
+    """Import a module of .ci, in an empty working directory."""
     monkeypatch.syspath_prepend(ROOT / ".ci")
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".ci").mkdir()
@@ -61,7 +61,7 @@ def test_a_step_waits_for_the_steps_before_it(ci: Any) -> None:
 
 
 def test_a_failed_step_shows_its_log_and_fails_what_comes_after(ci: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Steps after it cannot start, and count as failed."""
+    """Steps that depend on a failed one do not start, and count as failed."""
     steps = ci("steps")
     run = steps.Steps([steps.Step("a", "echo the reason; exit 3"), steps.Step("b", "true", after=("a",))], 2, 60)
     run.run()
@@ -122,7 +122,7 @@ def test_other_failures_do_not_run_again(ci: Any, tests: Any) -> None:
 
 
 def test_a_test_that_is_flaky_twice_in_ten_recorded_runs_is_named(ci: Any) -> None:
-    """Ten runs later the first time no longer counts."""
+    """A test is listed if it was flaky in two of the last ten recorded runs."""
     records = ci("records")
     for flaky in (["a"], ["b"], *[[f"c{i}"] for i in range(7)]):
         runs = records.recorded(flaky)
@@ -183,7 +183,7 @@ def test_steps_come_after_steps_that_exist(ci: Any, which: str) -> None:
 
 
 def test_pytest_writes_the_report_that_steps_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report has the exit status, the counts and the names of failed tests; a failed set-up is a failed test."""
+    """The report has the exit status, the counts and the names of failed tests; failed setups count."""
     (tmp_path / "test_it.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n"
         "@pytest.fixture\ndef bad(): assert 0\ndef test_c(bad): pass\n@pytest.mark.skip\ndef test_d(): pass\n"

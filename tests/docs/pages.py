@@ -100,7 +100,7 @@ class Page:
         return re.sub(r"(?<=[: ])8000\b", str(self._port), text)
 
     def run(self) -> None:
-        """Run all of its code."""
+        """Run all code of the page."""
         parsers = (
             SkipParser(),
             PythonCodeBlockParser(doctest_optionflags=_VARIES),

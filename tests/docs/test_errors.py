@@ -51,7 +51,7 @@ def meets(heading: str) -> Callable[[Provoke], Provoke]:
 
 
 def raised_by(cause: Callable[[], object]) -> str:
-    """The last lines of the traceback, its type without the module."""
+    """Return the last lines of the traceback, with the type's name without its module."""
     with pytest.raises(Exception) as error:
         cause()
     return f"{error.type.__name__}: {error.value}"
@@ -81,7 +81,7 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """A server of datasets in which something is wrong."""
+    """Run a server with invalid datasets."""
     names = ("raising", "raising_its_own", "uneven", "unsendable", "deadly", "stuck", "large")
     running = ServerProcess(
         "--port", "0", "--num-workers", "2", "--batch-timeout", "1", "--max-batch-bytes", "1MiB", f"{DATA}train",
@@ -152,7 +152,7 @@ def _(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with tokens."""
+    """Run a server with tokens."""
     tokens = tmp_path_factory.mktemp("tokens") / "tokens.toml"
     tokens.write_text(
         f'[validation-only]\ntoken = "{SECRET}"\nscopes = ["read:validation"]\n'
@@ -203,12 +203,12 @@ def _(server: ServerProcess) -> str:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Certificates of a CA of the tests' own."""
+    """Create certificates of a test CA."""
     return Files(tmp_path_factory.mktemp("certificates"))
 
 
 def with_certificate(start_server: StartServer, files: Files, name: str, *hosts: str, **made: Any) -> str:
-    """The URL of a server that has it."""
+    """Run a server with a certificate; yield its URL."""
     cert, key = files.make(name, *hosts, **made)
     return start_server("--demo", "--num-workers", "1", "--ssl-certfile", cert, "--ssl-keyfile", key).url
 

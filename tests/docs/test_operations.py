@@ -27,7 +27,7 @@ def test_the_advice_that_is_explained_is_given(quoted: str) -> None:
 
 
 def test_the_alerts_are_about_metrics_that_exist(start_server: StartServer) -> None:
-    """By the names under which a server exposes them."""
+    """Alerts use names of metrics as a server exposes them."""
     watched = set(re.findall(r"teleloader_\w+(?=[{\[ ])", PAGE))
     server = start_server("--demo", "--num-workers", "1")
     exposed = set(re.findall(r"^\w+", httpx.get(f"{server.url}/metrics").text, re.MULTILINE))

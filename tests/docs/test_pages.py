@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 @pytest.mark.parametrize("page", PAGES, ids=[path.stem for path in PAGES])
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """See pages.py: against real servers, as its reader would run it."""
+    """The code of each page runs against real servers (see pages.py)."""
     need("sybil")
     if re.search(r"^```python\n(?:(?!```).*\n)*.*\b(?:torch|pin_memory)\b", page.read_text(), re.MULTILINE):
         need("torch")

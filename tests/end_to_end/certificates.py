@@ -1,4 +1,4 @@
-"""Certificates of a CA of a test's own, in files."""
+"""Certificates of a test CA, in files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import trustme
 
 
 class Files:
-    """Certificates of a CA of the test's own, in files."""
+    """Certificates of a test CA, in files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -18,7 +18,7 @@ class Files:
         self.authority.cert_pem.write_to_path(self.ca)
 
     def make(self, name: str, *hosts: str, until: datetime.datetime | None = None) -> tuple[str, str]:
-        """The paths of a certificate and its key."""
+        """Create a certificate and its key; return their paths."""
         since = None if until is None else until - datetime.timedelta(days=9)
         made = self.authority.issue_cert(*hosts, not_before=since, not_after=until)
         cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"

@@ -43,7 +43,7 @@ class OwnGenerator:
 
 
 class OpenFile:
-    """Samples in a file that is opened before workers are forked."""
+    """Dataset of samples in a file that is opened before workers are forked."""
 
     def __init__(self) -> None:
         self._file = tempfile.NamedTemporaryFile(buffering=0)  # noqa: SIM115 - that is the mistake
@@ -59,34 +59,34 @@ class OpenFile:
 
 
 def threaded() -> Samples:
-    """Its factory starts a thread."""
+    """Return a dataset after starting a thread."""
     threading.Thread(target=threading.Event().wait, name="reader", daemon=True).start()
     return Samples(int)
 
 
 def ragged() -> Samples:
-    """Samples that do not fit together."""
+    """Return a dataset whose samples have different shapes."""
     return Samples(lambda index: np.zeros(index % 3 + 1))
 
 
 def crashes() -> Samples:
-    """Building it ends the process."""
+    """Exit the process while the dataset is built."""
     os.kill(os.getpid(), signal.SIGSEGV)
     return Samples(int)
 
 
 def exits() -> Samples:
-    """Sample 5 ends the worker."""
+    """Return a dataset whose sample 5 exits the worker."""
     return Samples(lambda index: os._exit(3) if index == 5 else index)
 
 
 def hangs() -> Samples:
-    """Sample 5 never comes."""
+    """Return a dataset whose sample 5 hangs."""
     return Samples(lambda index: threading.Event().wait() if index == 5 else index)
 
 
 class Shards:
-    """Iterable-style; each worker gives its part."""
+    """Iterable-style dataset in which each worker yields its part."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -94,7 +94,7 @@ class Shards:
 
 
 class Replicas:
-    """Iterable-style; each worker gives everything."""
+    """Iterable-style dataset in which each worker yields all samples."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(1000))
@@ -110,12 +110,12 @@ slowly = Samples(_slow_sample, 1_000_000)
 
 
 def collate_total(samples: list[int]) -> dict[str, int]:
-    """A collate function."""
+    """Return the total of the samples."""
     return {"total": sum(samples)}
 
 
 class NoLength:
-    """Only a sampler of the user's own can index it."""
+    """Map-style dataset without a length, which needs the user's own sampler."""
 
     def __getitem__(self, index: int) -> int:
         return index

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
-    """Same containers, same element types, same bits."""
+    """Assert that containers, dtypes and bits are equal."""
     assert type(got).__name__ == type(expected).__name__, f"{path}: {type(got)} is not {type(expected)}"
     if isinstance(expected, dict):
         assert list(got) == list(expected), path
@@ -40,6 +40,6 @@ def _bits(tensor: Any) -> bytes:
 
 
 def reference(dataset: Any, plan: Sequence[Any], collate: Any) -> Iterator[Any]:
-    """The loop that a loader must equal."""
+    """Yield the batches of the loop that a loader must equal."""
     for indices in plan:
         yield collate([dataset[i] for i in indices.tolist()])

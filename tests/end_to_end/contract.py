@@ -48,7 +48,7 @@ def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
 
 
 def _bits(batch: Any) -> Any:
-    """The batch with each tensor as its bytes, by which it is compared."""
+    """Return the batch with each tensor replaced by its bytes, for comparison."""
     if isinstance(batch, torch.Tensor):
         plain = batch.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return str(batch.dtype), tuple(batch.shape), plain.view(torch.uint8).numpy().tobytes() if len(plain) else b""
@@ -82,14 +82,14 @@ def ours(dataset: Any, *, serve_with: dict[str, Any] | None = None, **arguments:
 
 @contextmanager
 def here(dataset: Any, *, serve_with: dict[str, Any] | None = None, **arguments: Any) -> Iterator[DataLoader]:
-    """Our loader of the object itself: without workers it loads in the calling thread."""
+    """Yield a loader of the local object, which loads in the calling thread without workers."""
     assert not serve_with
     yield DataLoader(dataset, **arguments)
 
 
 @contextmanager
 def few_cpus_are_fine() -> Iterator[None]:
-    """Do not stop at torch's warning of more workers than CPUs, nor at Python's of threads when it forks."""
+    """Ignore torch's warning of more workers than CPUs, and Python's warning of threads at a fork."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
@@ -143,7 +143,7 @@ def both(
 
 
 def both_raise(kind: type[Exception], make: Callable[[Callable[..., Any], Any], Any], dataset: Any) -> str:
-    """Assert that `make(loader class, dataset)` raises the same in both, word for word; the message."""
+    """Assert that `make(loader class, dataset)` raises the same error with both loaders; return its message."""
     with pytest.raises(kind) as theirs:
         make(torchs, dataset)
     with serve(dataset) as url:
@@ -171,7 +171,7 @@ def workers_alive() -> list[psutil.Process]:
 
 
 class Numbers(Dataset):  # type: ignore[misc]
-    """The numbers [0, length)."""
+    """Dataset of the numbers [0, length)."""
 
     def __init__(self, length: int = 10) -> None:
         self.length = length
@@ -214,7 +214,7 @@ class Noisy(IterableDataset):  # type: ignore[misc]
 
 
 class Range(IterableDataset):  # type: ignore[misc]
-    """The numbers [start, end), which each worker gives from the beginning; the naive stream of torch's guide."""
+    """Dataset of the numbers [start, end), which each worker yields completely: the naive stream of torch's guide."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start = start
@@ -232,14 +232,14 @@ class SizedRange(Range):
 
 
 def part(start: int, end: int, worker: int, num_workers: int) -> tuple[int, int]:
-    """The worker's part of [start, end), by the formula of torch's documentation."""
+    """Return the worker's part of [start, end) by the formula of torch's documentation."""
     per_worker = -(-(end - start) // num_workers)
     first = start + worker * per_worker
     return first, max(first, min(first + per_worker, end))
 
 
 class ShardedRange(SizedRange):
-    """The first recipe: each worker takes its part in ``__iter__``."""
+    """Dataset that each worker divides in ``__iter__``: the first recipe of torch's documentation."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -263,10 +263,10 @@ class ProcessIds(Numbers):
 
 
 def a_sharded_range() -> ShardedRange:
-    """A factory, for servers that import it."""
+    """Return the dataset: a factory for servers."""
     return ShardedRange(3, 40)
 
 
 def a_sized_range() -> SizedRange:
-    """A factory, for servers that import it."""
+    """Return the dataset: a factory for servers."""
     return SizedRange(3, 40)

@@ -119,7 +119,7 @@ UNKNOWN = Diagnosis("unknown", None, "It has not asked for long enough.")
 
 
 def made_up(consumers: int = 1) -> Stats:
-    """Figures of a server with so many consumers, of which the first is loader-bound and the others are balanced."""
+    """Return statistics of a server with this number of consumers: the first is loader-bound, others are balanced."""
     others = [
         dataclasses.replace(CONSUMER, consumer=f"trainer-{n}", data_wait_fraction=0.01, diagnosis=BALANCED)
         for n in range(1, consumers)
@@ -153,7 +153,7 @@ class MadeUpServer:
         add_dashboard(self.app)
 
     def cut(self) -> None:
-        """End all streams that are open."""
+        """Close all open streams."""
         self._cuts += 1
 
     async def _page(self, limit: int = 100, offset: int = 0) -> Any:
@@ -182,7 +182,7 @@ class MadeUpServer:
 
 @contextmanager
 def serving(server: MadeUpServer) -> Iterator[MadeUpServer]:
-    """Run it in a thread."""
+    """Run the server in a thread."""
     listening = bind("127.0.0.1", 0)
     runner = uvicorn.Server(
         uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)

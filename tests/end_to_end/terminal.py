@@ -1,4 +1,4 @@
-"""Commands as a person runs them: piped, or in a terminal of a certain size."""
+"""Commands as a user runs them: in a pipe, or in a terminal of a given size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|.)")
 
 
 class Done(NamedTuple):
-    """A command that has ended."""
+    """Result of a finished command."""
 
     code: int
     out: str
@@ -51,7 +51,7 @@ def piped(program: str, *arguments: str, **environment: str) -> Done:
 
 
 class Terminal:
-    """A command that runs in a terminal."""
+    """Command that runs in a terminal."""
 
     def __init__(self, columns: int, rows: int, program: str, *arguments: str) -> None:
         self.master, theirs = pty.openpty()
@@ -78,11 +78,11 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was written, without that."""
+        """Output without escape sequences."""
         return _ESCAPE.sub("", self.raw).replace("\r", "")
 
     def await_text(self, pattern: str) -> re.Match[str]:
-        """Wait until it is written."""
+        """Wait until the output contains a text."""
         with self._written:
             self._written.wait_for(lambda: re.search(pattern, self.text) or not self._reader.is_alive(), 60)
             found = re.search(pattern, self.text)
@@ -94,13 +94,13 @@ class Terminal:
         os.write(self.master, b"\x03")
 
     def wait(self) -> int:
-        """Wait for its end; the exit code."""
+        """Wait until the command ends; return its exit code."""
         code = self.process.wait(60)
         self._reader.join()
         return code
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the command if it is still running."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.wait()

@@ -31,7 +31,7 @@ MANY = "tests.end_to_end.hosted:many"
 
 
 class TokenTable:
-    """A file of tokens, and the tokens."""
+    """Token file and its tokens."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class TokenTable:
         return token
 
     def remove(self, name: str) -> None:
-        """Take it out; nothing is written yet."""
+        """Remove a token, without writing the file."""
         del self._entries[name]
 
     def write(self) -> str:
@@ -74,7 +74,7 @@ def no_token_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> TokenTable:
-    """Tokens of all kinds."""
+    """Return a table with tokens of all kinds."""
     made = TokenTable(tmp_path_factory.mktemp("tokens") / "tokens.toml")
     made.add("all")
     made.add("numbers", "read:numbers")
@@ -98,12 +98,12 @@ def server(tables: TokenTable) -> Iterator[ServerProcess]:
 
 
 def spec(dataset: str, **fields: Any) -> dict[str, Any]:
-    """The body of a registration."""
+    """Return the body of a registration."""
     return {"dataset": dataset, "batch_size": 4, **fields}
 
 
 def asker(url: str, token: str | None) -> httpx.Client:
-    """A client with that token."""
+    """Return a client with a token."""
     return httpx.Client(base_url=url, timeout=30, headers={} if token is None else {"Authorization": f"Bearer {token}"})
 
 
@@ -173,7 +173,7 @@ def test_what_holds_up_others_needs_admin(server: ServerProcess, tables: TokenTa
 def test_a_client_with_a_token_is_let_in(
     server: ServerProcess, tables: TokenTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By argument, by environment, by a file that the environment names."""
+    """The token may be an argument, an environment variable, or in a file that a variable names."""
     token = tables.secrets["all"]
     batches = list(DataLoader(RemoteDataset(server.url, "numbers", token=token), 10, output="numpy"))
     assert len(batches) == 10
@@ -219,7 +219,7 @@ def test_a_url_with_a_secret_in_it_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("token", ["", "two words", "line\r\nX-Forged: 1", "\N{SNOWMAN}" * 20, "x" * 513])
 def test_what_cannot_be_a_token_is_refused(token: str) -> None:
-    """Before anything is sent, and not quoted."""
+    """An invalid token is rejected before a request is sent, and not repeated in the error."""
     with pytest.raises(ValueError, match="invalid token in the argument token: expected letters") as refused:
         RemoteDataset("http://127.0.0.1:1", token=token)
     assert not token or token not in str(refused.value)
@@ -310,7 +310,7 @@ def test_a_server_that_lost_its_token_file_accepts_nobody(table: TokenTable, sta
 
 
 def test_insecure_has_to_be_said(start_server: StartServer) -> None:
-    """Then it starts, and warns."""
+    """With --insecure the server starts without tokens, and logs a warning."""
     server = start_server(NUMBERS, "--num-workers", "1", "--host", "0.0.0.0", "--insecure")
     server.await_line("WARNING authentication is disabled, and the server sends batches without encryption")
     assert httpx.get(f"{server.url}/v1/datasets").status_code == 200
@@ -375,7 +375,7 @@ def test_serve_keeps_to_the_same_rule() -> None:
 
 
 def test_the_tools_take_a_token_file(server: ServerProcess, tables: TokenTable, tmp_path: Path) -> None:
-    """Never the token itself, which others would see among the processes."""
+    """The tools accept a token file, and no token as an argument, which other users could see."""
     file = tmp_path / "token"
     file.write_text(tables.secrets["all"])
     commands: list[tuple[str, ...]] = [

@@ -22,7 +22,7 @@ from tests.end_to_end.compare import assert_same, reference
 @pytest.mark.parametrize("num_workers", [0, 1, 4])
 @pytest.mark.parametrize("kind", hosted.SAMPLES)
 def test_numpy_batches_equal_the_local_loop(kind: str, num_workers: int) -> None:
-    """Element for element and type for type, for each kind of sample and any number of workers."""
+    """Elements and dtypes are equal for each kind of sample and any number of workers."""
     dataset = hosted.Samples(hosted.SAMPLES[kind])
     with serve(dataset, num_workers=num_workers) as url:
         loader = DataLoader(RemoteDataset(url), batch_size=7, shuffle=True, output="numpy")
@@ -56,7 +56,7 @@ def test_torch_batches_equal_torchs_own(kind: str) -> None:
 
 
 def test_tensors_travel_with_their_type() -> None:
-    """A dataset of torch tensors, bfloat16 among them, arrives as torch's default_collate would make it."""
+    """Torch tensors, including bfloat16, arrive as torch's default_collate returns them."""
     need("torch")
     from torch.utils.data import default_collate as torch_collate
 
@@ -68,7 +68,7 @@ def test_tensors_travel_with_their_type() -> None:
 @pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
 @pytest.mark.parametrize("checksum", [True, False])
 def test_the_wire_changes_nothing(compression: Any, checksum: bool) -> None:
-    """Compression and checksums are not to be seen in the batches."""
+    """Compression and checksums do not change batches."""
     dataset = hosted.Samples(lambda i: np.full((64, 64), i, np.float32))
     with serve(dataset, num_workers=1) as url:
         loader = DataLoader(
@@ -128,7 +128,7 @@ def test_a_collate_function_of_ones_own() -> None:
 
 
 def test_augmentation_is_a_function_of_the_batch_id(start_server: StartServer) -> None:
-    """Two servers with different numbers of workers make bit-identical epochs from random, NumPy and torch."""
+    """Two servers with different numbers of workers compute bit-identical epochs with random, NumPy and torch."""
     need("torch")
     target = "augmented=tests.end_to_end.hosted:augmented"
     epochs = []
@@ -141,9 +141,9 @@ def test_augmentation_is_a_function_of_the_batch_id(start_server: StartServer) -
 
 
 def test_random_numbers_of_the_calling_process_are_its_own() -> None:
-    """A server without workers loads in this process, and leaves its random numbers as they were.
+    """A server without workers, which loads in this process, does not change its random numbers.
 
-    Unless torch's loader would draw from them: without `seed`, a loader of this process draws as torch's does.
+    An exception is a loader of this process without `seed`, which draws from them as torch's does.
     """
     need("torch")
     import torch
@@ -159,7 +159,7 @@ def test_random_numbers_of_the_calling_process_are_its_own() -> None:
 
 
 def test_ranks_share_an_epoch() -> None:
-    """Four ranks together visit each sample exactly once."""
+    """Four ranks together load each sample exactly once."""
     with serve(hosted.Samples(lambda i: i, 103), num_workers=2) as url:
         seen = [
             np.asarray(batch)
@@ -180,14 +180,14 @@ print(json.dumps([batch[0].tolist() for batch in loader]))
 
 
 def _resume(url: str, state: dict[str, Any], **arguments: Any) -> list[list[int]]:
-    """The rest of the epoch, in a new process."""
+    """Return the rest of the epoch, loaded in a new process."""
     command = [sys.executable, "-W", "error", "-c", RESUME, url, json.dumps(state), json.dumps(arguments)]
     batches: list[list[int]] = json.loads(subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout)
     return batches
 
 
 def test_resume_at_any_batch(start_server: StartServer) -> None:
-    """A state taken after any batch continues in a new process, on a restarted server with other workers."""
+    """A state after any batch resumes in a new process, on a restarted server with other workers."""
     server = start_server("tests.end_to_end.hosted:numbers", "--num-workers", "2")
     arguments: dict[str, Any] = {"batch_size": 9, "shuffle": True, "seed": 3}
     loader = DataLoader(RemoteDataset(server.url, "numbers"), output="numpy", **arguments)

@@ -15,7 +15,7 @@ HOSTED = "tests.end_to_end.hosted:"
 
 
 def check(*arguments: str) -> Done:
-    """Run it in a pipe."""
+    """Run the command in a pipe."""
     return piped(SERVER, "check", *arguments)
 
 
@@ -47,7 +47,7 @@ def test_a_good_dataset() -> None:
 
 
 def test_memory_and_pickle_are_measured() -> None:
-    """The dataset of 256 MiB takes that much, and so does its pickle."""
+    """A dataset of 256 MiB has this memory and pickle size in the report."""
     _, dataset = found(HOSTED + "large", "--batches", "1")
     assert dataset["memory"] == pytest.approx(2**28, rel=0.1)
     assert dataset["pickled"] == pytest.approx(2**28, rel=0.01)
@@ -83,7 +83,7 @@ def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) 
     ],
 )
 def test_what_ends_training_is_an_error(target: str, what: str, advice: str) -> None:
-    """Exit code 1."""
+    """Errors result in exit code 1."""
     code, dataset = found(target)
     (problem,) = dataset["problems"]
     assert (code, problem["severity"]) == (1, "error")
@@ -145,7 +145,7 @@ def test_a_configuration_file_is_the_servers_own(tmp_path: Path) -> None:
 
 
 def test_for_people_it_is_a_paragraph_for_each_dataset() -> None:
-    """Its name and the diagnosis, the facts, the problems with advice; no colours in a pipe."""
+    """The report has name, diagnosis, facts and problems with advice, and no colors in a pipe."""
     done = check(CHECKED + "dicts", CHECKED + "threaded")
     first, second = done.out.strip().split("\n\n")
     assert first.splitlines()[:2] == ["dicts: OK", "  dataset     map-style, Samples, 50 samples"]
@@ -159,7 +159,7 @@ def test_for_people_it_is_a_paragraph_for_each_dataset() -> None:
 
 
 def test_in_a_terminal_it_says_what_it_does_and_ends_by_ctrl_c() -> None:
-    """No traceback, no process that is left."""
+    """The command shows progress; Ctrl-C leaves no traceback and no process."""
     with terminal(SERVER, "check", CHECKED + "hangs", columns=80) as screen:
         screen.await_text("hangs: fetching samples ...")
         screen.press_ctrl_c()
@@ -168,7 +168,7 @@ def test_in_a_terminal_it_says_what_it_does_and_ends_by_ctrl_c() -> None:
 
 
 def test_no_dataset_is_a_usage_error() -> None:
-    """Exit code 2, as for the server."""
+    """A missing argument results in exit code 2, as for the server."""
     done = check()
     assert done.code == 2
     assert "pass at least one as module:name" in done.err

@@ -1,4 +1,4 @@
-"""The commands, as a person types them."""
+"""The commands as users run them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTED = "tests.end_to_end.hosted:"
 
 
 def run_server(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Exit code and stderr of a server that does not start."""
+    """Return exit code and stderr of a server that does not start."""
     command = [sys.executable, "-c", "from teleloader_server.cli import main; main()", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}, check=False
@@ -52,7 +52,7 @@ def run_server(*arguments: str, **environment: str) -> tuple[int, str]:
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
 )
 def test_a_server_that_cannot_start_says_why(arguments: list[str], words: str) -> None:
-    """Exit code 2, and a sentence instead of a traceback of ours."""
+    """The exit code is 2, with an error instead of a traceback."""
     code, said = run_server(*arguments)
     assert code == 2
     assert words in said
@@ -71,14 +71,14 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_options_come_from_the_environment_too() -> None:
-    """TELELOADER_PORT is --port, and a wrong value is refused alike."""
+    """TELELOADER_PORT sets --port, and an invalid value is rejected in the same way."""
     code, said = run_server("--demo", TELELOADER_PORT="70000")
     assert code == 2
     assert "70000 is not in the range" in said
 
 
 def test_a_configuration_file(start_server: StartServer, tmp_path: Path) -> None:
-    """Datasets with arguments, a collate function, a worker-init function and a version; options of the server."""
+    """A file configures datasets with arguments, functions and a version, and options of the server."""
     config = tmp_path / "loader.toml"
     config.write_text(
         f"""
@@ -131,7 +131,7 @@ def test_the_demo_trains() -> None:
 
 
 def test_ctrl_c_ends_the_demo_and_its_server() -> None:
-    """No process is left, and no traceback is shown."""
+    """Ctrl-C leaves no process and shows no traceback."""
     demo = subprocess.Popen(
         [sys.executable, ROOT / "examples" / "demo.py", "--output", "numpy", "--epochs", "100000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -1,4 +1,4 @@
-"""The contract's rows on ``num_workers=0`` for an object of this process: it is loaded in the thread that calls."""
+"""The contract's rules on ``num_workers=0`` for a local object, which is loaded in the calling thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BOTH = pytest.mark.parametrize("loader_of", [TorchLoader, DataLoader], ids=["tor
 
 
 class Forward(IterableDataset):  # type: ignore[misc]
-    """Calls a function for each of the numbers [0, length)."""
+    """Dataset that calls a function for each of the numbers [0, length)."""
 
     def __init__(self, make: Callable[[int], Any], length: int = 4) -> None:
         self.make = make
@@ -91,7 +91,7 @@ def _in_force() -> tuple[Any, ...]:
 @pytest.mark.parametrize("style", ["map", "iterable", "collate_fn"])
 @pytest.mark.parametrize("mode", ["none", "no_grad", "inference_mode", "autocast", "default device"])
 def test_the_state_of_the_calling_thread_is_in_force(loader_of: Any, style: str, mode: str) -> None:
-    """no_grad, inference mode, autocast, default device, context variables and thread-locals hold in user code."""
+    """no_grad, inference mode, autocast, default device, context variables and thread-locals apply to user code."""
     seen: list[tuple[Any, ...]] = []
 
     def note(value: Any) -> Any:
@@ -146,7 +146,7 @@ def test_a_breakpoint_stops_in_the_calling_thread(loader_of: Any, monkeypatch: p
 
 
 def test_nothing_is_started() -> None:
-    """No server, process, thread or descriptor: the default costs no more than torch's."""
+    """The default uses no server, process, thread or descriptor, as in torch."""
     process = psutil.Process()
     list(DataLoader(Numbers()))  # imports
     before = threading.active_count(), process.num_fds(), len(workers_alive())
@@ -165,7 +165,7 @@ class Outer:
 
 
 class Opaque:
-    """No frame could describe it."""
+    """Object that cannot be encoded."""
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_collate_functions_batch_is_the_very_object(loader_of: Any) -> None:
 
 
 def test_our_collate_function_in_the_users_gives_tensors() -> None:
-    """Columns of `teleloader_server.default_collate` arrive as torch tensors, as from a server."""
+    """Columns of `teleloader_server.default_collate` are torch tensors, as from a server."""
     from teleloader_server import default_collate
 
     def collate(samples: list[Any]) -> Any:
@@ -216,7 +216,7 @@ def test_our_collate_function_in_the_users_gives_tensors() -> None:
 
 
 def test_numpy_arrays_on_request() -> None:
-    """Tensors and columns are NumPy arrays with ``output="numpy"``."""
+    """With ``output="numpy"``, tensors and columns are NumPy arrays."""
     dataset = Made(lambda i: (i, torch.ones(2) * i, "text"), 2)
     ((numbers, tensors, texts),) = DataLoader(dataset, 2, output="numpy")
     assert type(numbers) is type(tensors) is np.ndarray
@@ -226,7 +226,7 @@ def test_numpy_arrays_on_request() -> None:
 
 
 def test_indices_reach_the_dataset_as_the_sampler_gave_them() -> None:
-    """Torch passes tensors and NumPy integers on; nothing travels here."""
+    """Tensors and NumPy integers reach the dataset unchanged, as in torch."""
     for sampler in (torch.tensor([2, 1]), np.array([2, 1]), [(1, 2)], [slice(1, 2)]):
         expected, got = (list(make(Made(repr), None, sampler=sampler)) for make in (TorchLoader, DataLoader))
         assert got == expected
@@ -242,7 +242,7 @@ def test_a_number_of_workers_of_any_integer_type(num_workers: Any) -> None:
 
 
 def test_the_number_of_workers_can_be_changed() -> None:
-    """The next ``iter()`` has workers, or none, as with torch; functions that were given before are still used."""
+    """The new number applies from the next ``iter()``, as in torch; functions of the constructor stay in use."""
 
     def sample(_: int) -> int:
         return os.getpid()
@@ -260,7 +260,7 @@ def test_the_number_of_workers_can_be_changed() -> None:
 
 
 class LocalError(Exception):
-    """Its constructor takes no message."""
+    """Exception whose constructor takes no message."""
 
     def __init__(self, code: int, hint: str) -> None:
         super().__init__(code, hint)
@@ -389,7 +389,7 @@ def test_a_loop_and_its_dataset_draw_from_the_same_generators(arguments: dict[st
 
 
 def test_a_stream_draws_from_the_generators_of_the_process() -> None:
-    """The same for an iterable-style dataset."""
+    """An iterable-style dataset also uses the process's generators."""
     results = []
     for make in (TorchLoader, DataLoader):
         seed_everything()
@@ -424,7 +424,7 @@ def test_a_seed_decides_all_random_numbers_and_leaves_those_of_the_loop(iterable
 
 @BOTH
 def test_a_generator_is_closed_when_the_loop_is_left(loader_of: Any) -> None:
-    """Its ``finally`` runs when the iterator is dropped."""
+    """The generator's ``finally`` block runs when the iterator is dropped."""
     ended = []
 
     class Stream(IterableDataset):  # type: ignore[misc]
@@ -492,7 +492,7 @@ def test_an_iterator_can_be_used_in_a_fork(loader_of: Any) -> None:
 
 
 async def test_async_iteration_leaves_the_event_loop_free() -> None:
-    """Samples are loaded in another thread; a task that is cancelled meanwhile loses no batch."""
+    """Another thread loads samples; a task that is cancelled meanwhile loses no batch."""
     gate, entered = threading.Event(), threading.Event()
     threads = set()
 
@@ -532,7 +532,7 @@ async def test_async_iteration_raises_what_the_dataset_raises() -> None:
 
 
 def test_loading_is_data_wait() -> None:
-    """stats() counts the time in the dataset as waiting, and each batch as a step."""
+    """stats() counts time in the dataset as data wait, and each batch as a step."""
     clock = threading.Event()
     loader = DataLoader(Made(lambda i: int(clock.wait(0.01)), 4), 2)
     list(loader)
@@ -622,7 +622,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, taken: int) -> No
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_an_exception_keeps_no_dataset_in_memory(iterable: bool) -> None:
-    """Once it is handled and the loader is dropped, the dataset is freed without the garbage collector."""
+    """After the exception is handled and the loader dropped, the dataset is freed without garbage collection."""
 
     def sample(index: int) -> int:
         raise ValueError("damaged")

@@ -58,7 +58,7 @@ class WithMessage(Exception):
 
 
 class Custom(ValueError):
-    """A usual exception of a user's own."""
+    """User-defined exception."""
 
 
 def _raising(error: Exception, at: int = 2) -> Made:
@@ -83,7 +83,7 @@ def _outcomes(loader: Any) -> list[Any]:
 
 
 def _head(text: str) -> str:
-    """The lines of a message that do not depend on paths: the first, and the last of the original traceback."""
+    """Return the lines of a message that are independent of paths: the first one, and the traceback's last one."""
     caught, _, rest = text.partition("\nOriginal Traceback (most recent call last):\n")
     theirs, _, _ = rest.partition("\n\nThis was")
     return f"{caught} ... {theirs.rstrip().splitlines()[-1:]}"
@@ -99,7 +99,7 @@ ERRORS: list[Exception] = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_errors_have_torchs_type_and_text(error: Exception) -> None:
-    """A3: the same exception as by torch, ``Caught X in DataLoader worker process 0.`` and its whole traceback."""
+    """A3: the exception is torch's: ``Caught X in DataLoader worker process 0.`` and the whole traceback."""
     expected = _outcomes(torchs(_raising(error), num_workers=1))
     with ours(_raising(error), num_workers=1) as loader:
         got = _outcomes(loader)
@@ -110,7 +110,7 @@ def test_errors_have_torchs_type_and_text(error: Exception) -> None:
 
 
 def test_an_error_says_where_it_happened() -> None:
-    """A3: batch, indices, server and worker, beside the line of the user's code that failed."""
+    """A3: the error has batch, indices, server, worker, and the failed line of the user's code."""
     with serve(_raising(Custom("damaged"), at=5), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 2, sampler=[0, 1, 5, 2], num_workers=1)
         with pytest.raises(Custom) as raised:
@@ -130,7 +130,7 @@ def test_key_errors_keep_their_lines() -> None:
 
 
 def test_errors_of_a_server_elsewhere(start_server: StartServer) -> None:
-    """A3: builtin types arrive as they are; a type of the server's own is a RemoteError, for nothing is imported."""
+    """A3: builtin types keep their type; others become RemoteError, because nothing is imported."""
     server = start_server(
         "builtin=tests.end_to_end.hosted:failing", "own=tests.end_to_end.test_contract_errors:own_failing"
     )
@@ -147,7 +147,7 @@ def own_failing() -> Made:
 
 
 def test_without_workers_errors_come_from_the_same_process() -> None:
-    """A3: with a server of ``num_workers=0`` a debugger stops in the dataset, in this process."""
+    """A3: with ``num_workers=0`` a debugger stops in the dataset, in this process."""
     seen = []
 
     def sample(index: int) -> int:
@@ -253,13 +253,13 @@ def _outcomes_until_error(loader: Any) -> tuple[list[int], Any, str]:
 
 
 class Locked:
-    """An instance that no queue can carry."""
+    """Object that cannot be pickled."""
 
     def __init__(self) -> None:
         self.lock = multiprocessing.get_context("fork").Lock()
 
     def collate(self, samples: list[int]) -> list[int]:
-        """A bound method."""
+        """Return the samples: a bound method."""
         with self.lock:
             return [-sample for sample in samples]
 
@@ -368,7 +368,7 @@ def test_a_finished_batch_does_not_wait_for_the_next_one(num_workers: int) -> No
 
 
 def test_a_timeout_is_told_and_the_iterator_goes_on() -> None:
-    """A42: ``DataLoader timed out after 4 seconds`` for a batch that does not come; afterwards it can be taken."""
+    """A42: a slow batch raises ``DataLoader timed out after 4 seconds``, and can be received afterwards."""
     gate = multiprocessing.get_context("fork").Event()
 
     def sample(index: int) -> int:
@@ -460,7 +460,7 @@ def test_a_dead_workers_shard_goes_on_elsewhere() -> None:
 
 
 def test_an_iterator_cannot_be_pickled() -> None:
-    """A20: as torch's, in its words."""
+    """A20: pickling an iterator raises torch's error."""
     import pickle
 
     with ours(Numbers()) as loader, pytest.raises(NotImplementedError, match="cannot be pickled"):
@@ -468,7 +468,7 @@ def test_an_iterator_cannot_be_pickled() -> None:
 
 
 def test_datasets_without_a_length() -> None:
-    """A18: a map-style dataset without ``__len__`` is refused at construction, unless a sampler gives the indices."""
+    """A18: a map-style dataset without ``__len__`` is rejected at construction, unless a sampler yields the indices."""
 
     class Mapping(torch.utils.data.Dataset):  # type: ignore[misc]
         def __getitem__(self, index: int) -> int:

@@ -55,7 +55,7 @@ def _warned(loader: Any, *, ask_length: bool = False, epochs: int = 1) -> tuple[
 
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_replicas_duplicate_the_data(num_workers: int) -> None:
-    """A13: naive loading gives every sample once for each worker, in turns, as torch does: [3], [3], [4], [4] ..."""
+    """A13: without sharding each worker yields every sample in turn, as in torch: [3], [3], [4], [4] ..."""
     with few_cpus_are_fine():
         expected = list(torchs(Range(3, 7), num_workers=num_workers))
         with ours(Range(3, 7), num_workers=num_workers) as loader:
@@ -75,7 +75,7 @@ def test_duplicates_are_warned_of_once() -> None:
 
 @pytest.mark.parametrize("worker_init_fn", [None, narrow], ids=["__iter__", "worker_init_fn"])
 def test_shards_are_no_duplicates(worker_init_fn: Any) -> None:
-    """A13: a dataset that is sharded by either way is not warned of."""
+    """A13: a dataset that is sharded in either way causes no warning."""
     dataset = ShardedRange(3, 20) if worker_init_fn is None else SizedRange(3, 20)
     with ours(dataset, num_workers=2, worker_init_fn=worker_init_fn) as loader:
         assert _warned(loader, epochs=2)[1] == []
@@ -189,7 +189,7 @@ def test_a_dataset_that_does_not_ask_whether_there_is_a_worker() -> None:
 
 
 class Buffered(IterableDataset):  # type: ignore[misc]
-    """A shuffle buffer, as users write it."""
+    """Dataset with a shuffle buffer, as users write it."""
 
     def __init__(self, source: Any, size: int) -> None:
         self._source = source
@@ -223,7 +223,7 @@ def test_batch_sizes_are_the_clients() -> None:
 
 
 def test_a_stream_takes_no_order() -> None:
-    """A34: shuffle, sampler and batch_sampler are refused for a stream, in torch's words."""
+    """A34: shuffle, sampler and batch_sampler are rejected for a stream with torch's text."""
     both_raise(ValueError, lambda make, data: make(data, shuffle=True), Range(0, 3))
     both_raise(ValueError, lambda make, data: make(data, sampler=[1]), Range(0, 3))
     both_raise(ValueError, lambda make, data: make(data, batch_sampler=[[1]]), Range(0, 3))
@@ -236,7 +236,7 @@ def test_a_stream_takes_no_order() -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3, None])
 def test_lengths_are_torchs(batch_size: int | None, drop_last: bool) -> None:
-    """A41: ``len(loader)`` is reckoned from the stream's own length, for any number of workers."""
+    """A41: ``len(loader)`` is computed from the stream's own length, for any number of workers."""
     if batch_size is None and drop_last:
         return
     arguments: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
@@ -246,7 +246,7 @@ def test_lengths_are_torchs(batch_size: int | None, drop_last: bool) -> None:
 
 
 def test_a_stream_without_a_length_has_none() -> None:
-    """A41: ``len(loader)`` is a TypeError, as with torch."""
+    """A41: ``len(loader)`` raises TypeError, as in torch."""
     message = both_raise(TypeError, lambda make, data: len(make(data)), Range(0, 3))
     assert message == "object of type 'Range' has no len()"
 
@@ -280,7 +280,7 @@ def _nothing(_: int) -> None:
 
 
 def test_chained_streams() -> None:
-    """A18: torch's ChainDataset of two streams."""
+    """A18: torch's ChainDataset of two streams works."""
     from torch.utils.data import ChainDataset
 
     both(ChainDataset([ShardedRange(0, 5), ShardedRange(7, 10)]), num_workers=2, batch_size=2)

@@ -1,4 +1,4 @@
-"""The contract's rows on map-style datasets: the constructor, the order, and the loop that a loader stands for."""
+"""The contract's rules on map-style datasets: constructor, order, and the loop that a loader replaces."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _collate(samples: list[Any]) -> Any:
 
 
 def test_the_constructor_is_torchs() -> None:
-    """A33: the same arguments in the same order, with the same defaults and the same keyword-only part; then ours."""
+    """A33: the arguments have torch's order, defaults and keyword-only part, followed by teleloader's own."""
     theirs = list(inspect.signature(TorchLoader.__init__).parameters.values())
     mine = list(inspect.signature(DataLoader.__init__).parameters.values())
     assert [(p.name, p.kind, p.default) for p in mine[: len(theirs)]] == [(p.name, p.kind, p.default) for p in theirs]
@@ -118,12 +118,12 @@ def test_attributes_are_fixed_as_in_torch(name: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_exclusions_are_torchs(arguments: dict[str, Any]) -> None:
-    """A34: arguments that exclude each other or are out of range are refused in torch's words."""
+    """A34: arguments that exclude each other or are out of range raise torch's errors."""
     both_raise(ValueError, lambda make, data: make(data, **arguments), Numbers())
 
 
 def test_an_empty_dataset() -> None:
-    """A34: nothing can be shuffled there, in torch's words; in sequence it has no batches."""
+    """A34: shuffling an empty dataset raises torch's error; in sequence it has no batches."""
     both_raise(ValueError, lambda make, data: make(data, shuffle=True), Numbers(0))
     assert both(Numbers(0), batch_size=2) == [[], []]
 
@@ -166,7 +166,7 @@ def test_the_plan_is_known_on_both_sides(shuffle: bool) -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_batches_come_in_order_whatever_the_worker(in_order: bool) -> None:
-    """A12: batches of a slow worker are waited for; each index comes once, as ``tensor([i])``."""
+    """A12: the loop waits for batches of a slow worker; each index comes once, as ``tensor([i])``."""
     context = multiprocessing.get_context("fork")
     later = context.Event()
 
@@ -231,7 +231,7 @@ def test_both_kinds_are_told_apart() -> None:
 
 
 def test_torchs_own_datasets() -> None:
-    """A18: TensorDataset, ConcatDataset, Subset, StackDataset and random_split, nested."""
+    """A18: nested TensorDataset, ConcatDataset, Subset, StackDataset and random_split work."""
     from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, random_split
 
     tensors = TensorDataset(torch.arange(12).reshape(6, 2), torch.linspace(0, 1, 6))
@@ -245,7 +245,7 @@ def test_torchs_own_datasets() -> None:
 
 
 def test_no_index_is_loaded_twice() -> None:
-    """A22: in the normal case each index is loaded exactly once in an epoch."""
+    """A22: without faults, each index is loaded exactly once per epoch."""
     counts = multiprocessing.get_context("fork").Array("i", 50)
 
     def sample(index: int) -> int:
@@ -344,7 +344,7 @@ def test_a_batch_is_one_workers_work() -> None:
 
 
 class Bulk(Numbers):
-    """Reads many samples at once."""
+    """Dataset that reads several samples at once."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [{"index": index, "root": index**0.5} for index in indices]
@@ -396,7 +396,7 @@ def test_single_samples_travel_in_bundles(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9])
 def test_lengths_and_tails_are_torchs(length: int, drop_last: bool) -> None:
-    """A41: len is rounded up, or down with drop_last, and the last batch is smaller."""
+    """A41: the length is rounded up, or down with drop_last; the last batch is smaller."""
     arguments: dict[str, Any] = {"batch_size": 4, "drop_last": drop_last}
     with ours(Numbers(length), **arguments) as loader:
         assert len(loader) == len(torchs(Numbers(length), **arguments)) == len(list(loader))
@@ -488,7 +488,7 @@ def test_changed_samplers_decide_the_next_epoch(change: Any, options: dict[str, 
 
 
 def test_a_replaced_sampler_is_drawn_as_far_ahead_as_by_torch() -> None:
-    """A sampler of the user's may depend on the progress of training, so batches are not drawn early in groups."""
+    """A user's sampler may depend on the training, so that indices are not drawn early in groups."""
 
     def drawn_by_each_batch(loader: Any) -> list[int]:
         drawn: list[int] = []

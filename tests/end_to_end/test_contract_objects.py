@@ -1,4 +1,4 @@
-"""Objects of the caller's process behave as with torch's own workers, and leave nothing behind."""
+"""Objects of the calling process behave as with torch's own workers, and leave no resources behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _compare(make_dataset: Callable[[], Any], loop: Loop, **arguments: Any) -> l
 
 
 class Settings(Numbers):
-    """Every sample is the value that the dataset has."""
+    """Dataset in which every sample is the current value of an attribute."""
 
     value = 0
 
@@ -103,7 +103,7 @@ def test_mutations_within_an_epoch_are_not_seen() -> None:
 
 
 def test_mutations_of_streams_are_seen() -> None:
-    """The same for an iterable-style dataset."""
+    """Changes of an iterable-style dataset apply from the next ``iter()``, too."""
 
     class Stream(IterableDataset):  # type: ignore[misc]
         end = 2
@@ -166,7 +166,7 @@ def test_shared_objects_of_multiprocessing() -> None:
 
 
 def test_locks_of_threads_that_nobody_holds() -> None:
-    """A dataset may have locks, lambdas, open files and generators, which no start method but fork could bring."""
+    """A dataset may have locks, lambdas, open files and generators, which only the start method fork supports."""
     lock = threading.Lock()
     with open(__file__) as file:
         generator = iter([5, 6, 7])
@@ -220,7 +220,7 @@ def _threads() -> set[str]:
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_workers_end_by_themselves(monkeypatch: pytest.MonkeyPatch, persistent_workers: bool) -> None:
-    """Workers that are not needed any more leave with exit code 0."""
+    """Workers that are no longer needed exit with code 0."""
     codes = multiprocessing.get_context("fork").SimpleQueue()
     main = worker.main
 
@@ -238,7 +238,7 @@ def test_workers_end_by_themselves(monkeypatch: pytest.MonkeyPatch, persistent_w
 
 
 def test_a_dropped_loader_with_many_epochs_keeps_nothing() -> None:
-    """Epoch after epoch, file descriptors and processes stay as many as they were."""
+    """The numbers of file descriptors and processes do not grow over epochs."""
     import psutil
 
     me = psutil.Process()

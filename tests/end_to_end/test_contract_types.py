@@ -23,7 +23,7 @@ Point = namedtuple("Point", ["x", "y"])
 
 
 class Row(NamedTuple):
-    """A typed namedtuple."""
+    """Typed namedtuple."""
 
     name: str
     values: Any
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass
 class Record:
-    """A dataclass, which torch's default_collate refuses."""
+    """Dataclass, which torch's default_collate rejects."""
 
     name: str
     score: Any
@@ -113,7 +113,7 @@ def test_what_default_collate_refuses(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["int", "float", "bool", "numpy scalars", "arrays", "mixed numbers", "dict"])
 def test_dtypes_without_torch_on_the_server(kind: str) -> None:
-    """A38: a server without torch makes batches of the same element types: float is float64, int is int64."""
+    """A38: a server without torch uses the same dtypes: float is float64, int is int64."""
     program = f"""
 import sys
 sys.modules["torch"] = None
@@ -221,7 +221,7 @@ def test_arrays_arrive_writable() -> None:
 
 
 def test_large_arrays() -> None:
-    """A29: a batch of many megabytes arrives to the bit."""
+    """A29: a batch of many megabytes arrives bit for bit."""
     rng = np.random.default_rng(0)
     big = rng.integers(0, 255, (3, 4 * 2**20), np.uint8)
     with ours(Made(lambda i: big[i], 3), batch_size=2, num_workers=2) as loader:
@@ -291,7 +291,7 @@ def test_packed_sequences_and_other_objects_of_torch() -> None:
 
 
 def test_pinning_without_an_accelerator() -> None:
-    """A31: torch's warning, and usual tensors; strings and bytes are untouched."""
+    """A31: pinning raises torch's warning and returns ordinary tensors; strings and bytes are unchanged."""
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
     dataset = Made(lambda i: {"a": torch.tensor(i), "b": f"s{i}", "c": b"x"}, 4)
@@ -307,13 +307,13 @@ def test_pinning_without_an_accelerator() -> None:
 
 
 def test_pinning_needs_torch() -> None:
-    """A31: for other outputs than torch's it is refused, and the extra is named."""
+    """A31: for outputs other than torch's, the error names the extra to install."""
     with serve(Numbers()) as url, pytest.raises(TeleloaderError, match=r"teleloader\[torch\]"):
         DataLoader(RemoteDataset(url), pin_memory=True, output="numpy")
 
 
 def test_pinned_batches_of_any_size() -> None:
-    """A31, A37: with an accelerator tensors arrive page-locked, into buffers that are used again, of changing sizes."""
+    """A31, A37: with an accelerator, tensors of varying sizes arrive in reused page-locked buffers."""
     if not torch.accelerator.is_available():
         pytest.skip("requires an accelerator")
     dataset = Made(lambda i: {"a": torch.full((1000 * (i % 7 + 1),), i), "b": f"s{i}"}, 40)

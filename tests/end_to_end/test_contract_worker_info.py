@@ -51,7 +51,7 @@ def test_worker_info_is_torchs() -> None:
 
 
 def test_worker_info_without_torch() -> None:
-    """A9: a server without torch has the same record, by ``teleloader_server.get_worker_info``."""
+    """A9: a server without torch has the same record in ``teleloader_server.get_worker_info``."""
     program = """
 import sys
 sys.modules["torch"] = None
@@ -78,7 +78,7 @@ print(get_worker_info())
 
 
 class Seeds(Numbers):
-    """Each sample is the seed of the worker that makes it."""
+    """Dataset in which each sample is its worker's seed."""
 
     def __getitem__(self, index: int) -> Any:
         return get_worker_info().seed
@@ -106,7 +106,7 @@ def test_seeds_are_reproducible_under_a_generator() -> None:
 
 @pytest.mark.parametrize("library", ["random", "numpy", "torch"])
 def test_what_init_draws_is_what_torchs_workers_draw(library: str) -> None:
-    """A10: Python's, NumPy's and torch's generators are seeded in each worker, to the same numbers as by torch."""
+    """A10: Python's, NumPy's and torch's generators in each worker yield the same numbers as in torch."""
     drawn = 0.0
     draws: dict[str, Callable[[], float]] = {
         "random": random.random,
@@ -133,7 +133,7 @@ def test_init_that_seeds_torch_is_obeyed() -> None:
 
 
 def test_augmentation_is_reproducible_and_never_repeats() -> None:
-    """A10: under the same seed an epoch draws the same for every sample; no two samples or epochs draw the same."""
+    """A10: the same seed gives the same random numbers per sample; samples and epochs differ."""
 
     def draw(_: int) -> tuple[float, float, Any]:
         return random.random(), np.random.random(), torch.rand((), dtype=torch.float64)

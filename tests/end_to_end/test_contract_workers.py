@@ -124,7 +124,7 @@ def test_a_server_has_as_many_workers_as_it_was_told(start_server: StartServer) 
 
 
 def test_more_workers_than_cpus_are_warned_of_as_in_torch() -> None:
-    """A4: the same warning at construction and at each ``iter()``."""
+    """A4: construction and each ``iter()`` cause torch's warning."""
     many = len(os.sched_getaffinity(0)) + 1
     texts = []
     with serve(Numbers(2)) as url:
@@ -377,7 +377,7 @@ def test_start_methods_are_accepted_without_effect() -> None:
 
 
 def test_stats_tell_where_the_time_goes() -> None:
-    """A30: how long workers fetch, collate and encode, how long they are busy, and how long consumers wait."""
+    """A30: statistics have the times of fetch, collate and encode, busy workers and data wait."""
     with serve(Made(lambda i: np.full(10_000, i), 40)) as url:
         loader = DataLoader(RemoteDataset(url), 4, seed=0)
         list(loader)
@@ -413,7 +413,7 @@ def test_little_shared_memory_is_enough() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_batch_that_does_not_fit_is_told_with_the_figures(num_workers: int) -> None:
-    """A44: a batch above the limit fails with its size and the limit; the others come."""
+    """A44: a batch above the limit fails with its size and the limit; others arrive."""
     dataset = Made(lambda i: np.zeros(1000 if i != 2 else 2**20, np.uint8), 4)
     served = {"max_batch_bytes": 2**19, "num_workers": num_workers}
     with ours(dataset, serve_with=served) as loader:
@@ -425,7 +425,7 @@ def test_a_batch_that_does_not_fit_is_told_with_the_figures(num_workers: int) ->
 
 
 class Endless(IterableDataset):  # type: ignore[misc]
-    """A stream without an end."""
+    """Infinite dataset."""
 
     def __iter__(self) -> Any:
         while True:
@@ -433,7 +433,7 @@ class Endless(IterableDataset):  # type: ignore[misc]
 
 
 def test_workers_of_a_stream_that_is_left_end() -> None:
-    """A21: a loop that leaves an endless stream has no workers afterwards."""
+    """A21: after a loop breaks off an infinite stream, its workers exit."""
     before = len(workers_alive())
     with ours(Endless(), num_workers=2) as loader:
         for i, _ in enumerate(loader):

@@ -45,7 +45,7 @@ Open = Callable[..., "Page"]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A browser for all tests of this module."""
+    """Start a browser for all tests of this module."""
     with a_browser() as found:
         yield found
 
@@ -65,7 +65,7 @@ def servers() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def open_page(browser: Browser, visits: list[Visit], servers: ExitStack) -> Iterator[Open]:
-    """Open the page of a server at a URL and wait for its first figures; nothing may be wrong with it until the end."""
+    """Open the page of a server at a URL and wait for its first figures; it must have no errors until the end."""
     opened = []
 
     def visit(url: str, **options: Any) -> Page:
@@ -90,7 +90,7 @@ def server() -> Iterator[MadeUpServer]:
 
 
 def until(found: Locator, text: str) -> None:
-    """Wait until an element holds the text."""
+    """Wait until an element contains a text."""
     from playwright.sync_api import expect
 
     expect(found).to_contain_text(text, timeout=20_000)
@@ -153,7 +153,7 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
 
 
 def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Open) -> None:
-    """Without the page being loaded again."""
+    """Figures change without reloading the page."""
     page = open_page(server.url)
     server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, connections=77, draining=True))
     until(page.locator("#figures"), "77")
@@ -431,7 +431,7 @@ def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Op
 
 
 def test_a_slow_loop_is_called_trainer_bound(servers: ExitStack, open_page: Open) -> None:
-    """The loader keeps up, and no more workers are needed."""
+    """The page states that the loader keeps up, and that no more workers are needed."""
     url = servers.enter_context(serve(hosted.Samples(int, 100_000), num_workers=1))
     servers.enter_context(training(RemoteDataset(url), step=0.05, batch_size=10, seed=0))
     page = open_page(url)

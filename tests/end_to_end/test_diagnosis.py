@@ -18,7 +18,7 @@ from tests.faults.proxy import FaultProxy, Line
 
 
 class Rows:
-    """Rows of `width` bytes, each of which takes `seconds`."""
+    """Dataset of rows of `width` bytes, each of which takes `seconds`."""
 
     def __init__(self, seconds: float = 0.0, width: int = 8, length: int = 1_000_000) -> None:
         self._seconds = seconds
@@ -34,13 +34,13 @@ class Rows:
 
 
 def endless(loader: DataLoader) -> Iterator[Any]:
-    """The batches of epoch after epoch."""
+    """Yield the batches of one epoch after another."""
     while True:
         yield from loader
 
 
 def diagnoses(url: str, loader: DataLoader, step: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Train, `step` seconds a step: the consumer's record and the whole, now and then, once there is a diagnosis."""
+    """Train with `step` seconds per step; yield the consumer's record and all statistics once there is a diagnosis."""
     with httpx.Client() as client:  # one client for all requests, since creating one takes as long as several steps
         for number, _ in enumerate(endless(loader)):
             time.sleep(step)
@@ -52,7 +52,7 @@ def diagnoses(url: str, loader: DataLoader, step: float) -> Iterator[tuple[dict[
 
 
 def told(url: str, loader: DataLoader, step: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The diagnosis that the server comes to, which it does not change without need."""
+    """Return the server's second diagnosis, which must equal the first one, with all statistics."""
     found = diagnoses(url, loader, step)
     first, _ = next(found)
     again, stats = next(found)
@@ -128,7 +128,7 @@ def test_slow_training_is_called_trainer_bound() -> None:
 
 
 def test_a_narrow_network_is_called_network_bound(start_server: StartServer) -> None:
-    """Batches are ready, and do not come."""
+    """Batches are ready, but arrive slowly."""
     server = start_server("tests.faults.hosted:large", "--num-workers", "2")
     with FaultProxy(server.url) as proxy:
         proxy.line = Line(bandwidth=4e6)
@@ -149,7 +149,7 @@ def test_a_loop_that_has_stopped_gets_no_verdict() -> None:
 
 
 def test_what_the_client_says_is_what_the_server_shows() -> None:
-    """The share of waiting, and broken connections."""
+    """The data wait and broken connections of /stats equal the client's."""
     with serve(Rows(0.02), num_workers=1) as url, FaultProxy(url) as proxy:
         loader = DataLoader(RemoteDataset(proxy.url), 1, seed=0)
         found = diagnoses(url, loader, 0.02)

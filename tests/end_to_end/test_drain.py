@@ -25,14 +25,14 @@ TARGET = "tests.end_to_end.hosted:"
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Samples of the dataset `slow` come when it exists."""
+    """Return the path of a file for which samples of the dataset `slow` wait."""
     path = tmp_path / "gate"
     monkeypatch.setenv("GATE", str(path))
     return path
 
 
 def register(server: ServerProcess, dataset: str) -> str:
-    """A loader's path of batches."""
+    """Register a loader; return the path of its batches."""
     key = httpx.post(f"{server.url}/v1/loaders", json={"dataset": dataset}).raise_for_status().json()["key"]
     return f"/v1/loaders/{key}/epochs/0/batches"
 
@@ -71,7 +71,7 @@ def test_what_was_asked_is_answered(start_server: StartServer, gate: Path) -> No
 
 
 def test_who_waits_in_vain_is_told(start_server: StartServer, gate: Path) -> None:
-    """Before the grace ends: 503, and no line of an error in the log."""
+    """Requests that cannot be completed get 503 before the grace period ends, without an error in the log."""
     server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "1")
     path = register(server, "slow")
     with Raw(server.url) as waiting:
@@ -120,7 +120,7 @@ def test_a_second_signal_ends_it_now(start_server: StartServer, gate: Path, seco
 
 
 def test_an_idle_server_stops_at_once(start_server: StartServer) -> None:
-    """However long the grace, and however many connections are open."""
+    """An idle server exits immediately, whatever the grace period and the open connections."""
     server = start_server("--demo", "--num-workers", "1", "--shutdown-grace", "600")
     with contextlib.ExitStack() as stack:
         for n in range(50):
@@ -133,7 +133,7 @@ def test_an_idle_server_stops_at_once(start_server: StartServer) -> None:
 
 
 def test_a_limit_of_files_that_is_too_low_is_one_line() -> None:
-    """At the start, with its name and value, and not a failure later."""
+    """The error at start has the limit's name and value."""
     few = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
     command = [sys.executable, "-c", "from teleloader_server.cli import main; main()", "--demo", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=few, check=False)

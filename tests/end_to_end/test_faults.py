@@ -69,7 +69,7 @@ def test_a_batch_that_ends_every_worker_becomes_an_error(start_server: StartServ
 
 
 class Fatal:
-    """Iterable-style: the third sample ends the worker that comes to it."""
+    """Iterable-style dataset whose third sample exits the worker."""
 
     def __iter__(self) -> Iterator[int]:
         yield from (0, 1)
@@ -88,7 +88,7 @@ class FatalWithLength(Fatal):
     [Fatal, FatalWithLength],
 )
 def test_a_sample_of_a_stream_that_ends_every_worker_becomes_an_error(kind: type[Fatal]) -> None:
-    """Each worker comes to it anew, from the beginning; the batches before it arrive once."""
+    """Each worker iterates again from the beginning; the batches before the sample arrive once."""
     with serve(kind(), num_workers=1) as url:
         batches = iter(DataLoader(RemoteDataset(url), 1, num_workers=1, timeout=10, output="numpy"))
         assert [next(batches).tolist() for _ in range(2)] == [[0], [1]]
@@ -148,7 +148,7 @@ def test_a_batch_that_takes_too_long_is_a_timeout_and_comes_later(
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_a_server(start_server: StartServer, how: signal.Signals) -> None:
-    """Stopped or killed, no process, no file in /dev/shm and no listening socket is left."""
+    """After a stop or kill, no process, no file in /dev/shm and no listening socket remains."""
     shm_before = set(os.listdir("/dev/shm"))
     server = start_server("--demo", "--num-workers", "3")
     batches = iter(DataLoader(RemoteDataset(server.url, "digits-train", reconnect_timeout=0), 32, output="numpy"))
@@ -167,7 +167,7 @@ def test_nothing_is_left_of_a_server(start_server: StartServer, how: signal.Sign
 
 
 def test_a_connection_ends_with_the_server_at_once(start_server: StartServer) -> None:
-    """No worker keeps a client's connection open: a client learns of a SIGKILL from its socket."""
+    """Workers do not inherit client connections, so that a SIGKILL closes them."""
     server = start_server("--demo", "--num-workers", "2")
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
@@ -184,7 +184,7 @@ def test_a_connection_ends_with_the_server_at_once(start_server: StartServer) ->
 
 @pytest.mark.parametrize("leave", ["break", "exception", "delete"])
 def test_a_loop_that_is_left_leaves_nothing(leave: str) -> None:
-    """break, an exception in the loop, del: the receiver's thread ends and its sockets are closed."""
+    """After break, an exception or del, the receiving thread ends and its sockets are closed."""
     before = set(threading.enumerate())
     with serve(hosted.Samples(lambda i: i, 1000), num_workers=1) as url:
         server_threads = set(threading.enumerate()) - before
@@ -207,7 +207,7 @@ def _loop_that_fails(loader: DataLoader) -> None:
 
 
 def test_a_changed_dataset_is_refused_in_mid_run(start_server: StartServer, tmp_path: Path, free_port: int) -> None:
-    """The server comes back with another version of the data: the client stops with both in the message."""
+    """If the server restarts with another version of the data, the error has both versions."""
     config = tmp_path / "loader.toml"
 
     def write(version: str) -> None:

@@ -26,20 +26,20 @@ LENGTH = 400
 
 
 def part() -> list[int]:
-    """The samples of this worker's shard."""
+    """Return the samples of this worker's shard."""
     info = get_worker_info()
     return list(range(LENGTH))[info.id :: info.num_workers] if info else list(range(LENGTH))
 
 
 class Seeded:
-    """An order that the worker's seed decides."""
+    """Dataset with an order that depends on the worker's seed."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.permutation(part()).tolist())
 
 
 class Own:
-    """An order that nothing decides."""
+    """Dataset with a random order."""
 
     def __iter__(self) -> Iterator[int]:
         mine = part()
@@ -48,7 +48,7 @@ class Own:
 
 
 class Stateful:
-    """An order that nothing decides, and that is kept."""
+    """Dataset with a random order in its state."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
@@ -62,11 +62,11 @@ class Stateful:
             yield self.order[self.position - 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The order and the position."""
+        """Return the order and the position."""
         return {"order": self.order, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Both."""
+        """Restore the order and the position."""
         self.order, self.position = state["order"], state["position"]
 
 
@@ -83,7 +83,7 @@ class Consumed:
 
 
 class Growing:
-    """The lines of a file, of which there are more each time: the latest come first."""
+    """Dataset of a file's lines, of which there are more each time: the latest come first."""
 
     def __iter__(self) -> Iterator[int]:
         file = Path(os.environ["CONSUMED"]) / "lines"
@@ -94,7 +94,7 @@ class Growing:
 
 
 class Awaited(Consumed):
-    """The same, but the second sample is not yielded before a file exists."""
+    """Dataset like `Consumed`, whose second sample waits for a file."""
 
     def __iter__(self) -> Iterator[int]:
         for number, sample in enumerate(super().__iter__()):
@@ -119,12 +119,12 @@ class Forgetting:
         self.server = start()
 
     def restart(self) -> None:
-        """SIGKILL it and start it again."""
+        """Kill the server with SIGKILL and restart it."""
         self.server.kill()
         self.server = self._start()
 
     def end_session(self) -> None:
-        """Have it end the session, as it does when it has heard nothing of the client for long."""
+        """End the session, as the server does after its idle timeout."""
         (key,) = {worker["loader"] for worker in self.server.stats()["workers"] if worker["loader"]}
         httpx.delete(f"{self.server.url}/v1/loaders/{key}").raise_for_status()
 
@@ -139,7 +139,7 @@ def host(
 
 
 def delivered(server: Forgetting, dataset: str, num_workers: int, forget: str) -> tuple[list[int], list[Exception]]:
-    """The samples and the errors of an epoch in the middle of which the server forgets the session."""
+    """Return the samples and errors of an epoch in which the server loses the session."""
     remote = RemoteDataset(server.server.url, dataset)
     batches = iter(DataLoader(remote, 4, num_workers=num_workers, output="numpy"))
     samples = [sample for batch in islice(batches, 11) for sample in batch.tolist()]
@@ -181,7 +181,7 @@ def test_an_epoch_that_cannot_continue_is_an_error(
 def test_a_server_that_restarts_before_the_first_batch_is_an_error(
     host: Callable[[str], Forgetting], tmp_path: Path
 ) -> None:
-    """Its workers had fetched samples, and no batch arrived that a second iteration could be compared with."""
+    """Its workers had fetched samples, but no batch arrived with which a second iteration could be compared."""
     server = host("awaited")
     batches = iter(DataLoader(RemoteDataset(server.server.url, "awaited"), 4, num_workers=1, output="numpy"))
     eventually(lambda: (tmp_path / "0").exists())

@@ -1,4 +1,4 @@
-"""The endpoints, as curl or another language's client sees them."""
+"""The endpoints, as curl or a client in another language sees them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server() -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def key(server: httpx.Client) -> str:
-    """A registered loader with 7 batches."""
+    """Return the key of a registered loader with 7 batches."""
     answer = server.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 8})
     assert answer.status_code == 200, answer.text
     registered: str = answer.json()["key"]
@@ -44,7 +44,7 @@ def _frames(answer: httpx.Response) -> list[codec.Frame]:
 
 
 def test_the_same_spec_has_the_same_key(server: httpx.Client, key: str) -> None:
-    """However often it is registered, and whether defaults are spelled out or not."""
+    """The key is independent of repeated registrations, and of explicit or omitted defaults."""
     spec = {"dataset": "dataset", "batch_size": 8, "shuffle": False, "seed": 0, "rank": 0}
     answer = server.post("/v1/loaders", json=spec).json()
     assert answer["key"] == key
@@ -52,7 +52,7 @@ def test_the_same_spec_has_the_same_key(server: httpx.Client, key: str) -> None:
 
 
 def test_a_batch_is_one_msgpack_array(server: httpx.Client, key: str) -> None:
-    """Any msgpack library reads it: prologue, header, then arrays as they are in memory."""
+    """Any msgpack library reads a batch: prologue, header, and arrays in their memory layout."""
     answer = server.get(f"/v1/loaders/{key}/epochs/0/batches/2")
     assert answer.headers["content-type"] == FRAME_MEDIA_TYPE
     assert "immutable" in answer.headers["cache-control"]
@@ -136,7 +136,7 @@ def test_a_bad_request_gets_a_sentence(
 
 
 def test_a_body_that_is_too_large_is_refused(server: httpx.Client) -> None:
-    """413, whether it states its size or not."""
+    """The status is 413, whether the body's size is declared or not."""
     for body in (b" " * (2**20 + 1), iter([b" " * 2**19] * 3)):
         answer = server.post("/v1/loaders", content=body)
         assert (answer.status_code, answer.json()["code"]) == (413, "BodyTooLarge")
@@ -160,7 +160,7 @@ def test_another_protocol_version_is_refused(server: httpx.Client) -> None:
 
 
 def test_probes_and_stats(server: httpx.Client, key: str) -> None:
-    """Alive, ready, and a record for the server, each dataset, worker and consumer."""
+    """Probes report the server as alive and ready; /stats has records for server, datasets, workers and consumers."""
     assert server.get("/healthz").json() == {"status": "ok"}
     server.get(f"/v1/loaders/{key}/epochs/0/batches/0", headers={"Teleloader-Consumer": "me"})
     assert server.get("/readyz").json() == {"status": "ready"}
@@ -173,7 +173,7 @@ def test_probes_and_stats(server: httpx.Client, key: str) -> None:
 
 
 def test_the_api_describes_itself(server: httpx.Client) -> None:
-    """OpenAPI has every path and the fields of a spec."""
+    """The OpenAPI description has every path and the fields of a spec."""
     described = server.get("/openapi.json").json()
     assert "/v1/loaders/{key}/epochs/{epoch}/batches/{k}" in described["paths"]
     body = described["paths"]["/v1/loaders"]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -241,7 +241,7 @@ def test_the_workers_of_a_killed_client_end(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_sessions_together_have_so_many_workers() -> None:
-    """A request is cheap and processes are not; a session that ends makes room."""
+    """The total number of sessions' workers is limited; a session that ends makes room."""
     few = ClientLimits(max_session_workers=3)
     with serve(hosted.samples["dict"], num_workers=1, limits=few) as url, httpx.Client(base_url=url) as client:
         first = client.post("/v1/loaders", json=SESSION).raise_for_status().json()["key"]

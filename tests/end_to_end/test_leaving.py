@@ -93,7 +93,7 @@ def test_an_exception_in_the_loop_is_all_that_is_told(server: ServerProcess) -> 
 def test_ctrl_c_ends_a_program_that_waits(
     server: ServerProcess, start_server: StartServer, tmp_path: Path, waiting_for: str
 ) -> None:
-    """In mid-receive, or while it tries a server again: KeyboardInterrupt, and nothing besides."""
+    """Ctrl-C while receiving or retrying raises KeyboardInterrupt, without further output."""
     alive = server
     if waiting_for == "a batch":
         wait = "batches = iter(DataLoader(RemoteDataset(url, 'waits'), 1, output='numpy')); print('now', flush=True)"

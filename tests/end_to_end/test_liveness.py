@@ -46,7 +46,7 @@ def test_a_server_that_stands_still_is_unavailable(start_server: StartServer) ->
 
 
 def test_a_server_that_stood_still_goes_on(start_server: StartServer) -> None:
-    """For less than reconnect_timeout: with the very next batch."""
+    """After a stop for less than reconnect_timeout, the client continues with the next batch."""
     server = start_server(f"{TARGET}many", "--num-workers", "1")
     batches = iter(DataLoader(RemoteDataset(server.url, "many", stall_timeout=0.4), 100, output="numpy"))
     seen = next(batches).tolist()
@@ -138,7 +138,7 @@ def test_an_idle_connection_that_the_server_closed_is_made_anew(
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """A server that hosts 100 samples."""
+    """Run a server with 100 samples; return its URL."""
     with serve(hosted.Samples(int, 100), num_workers=1) as url:
         yield url
 
@@ -158,7 +158,7 @@ def test_a_forked_process_iterates_for_itself(start_server: StartServer) -> None
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_cannot_go_on_with_an_iterator(url: str) -> None:
-    """Its thread is the parent's: that is an error, and no hang."""
+    """An iterator in a fork raises an error instead of hanging, since its thread belongs to the parent."""
     batches = iter(DataLoader(RemoteDataset(url), 10, output="numpy"))
     next(batches)
 

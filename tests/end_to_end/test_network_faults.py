@@ -34,7 +34,7 @@ STALL_TIMEOUT = 1.0
 
 
 def serve(start_server: StartServer, *arguments: str, port: int = 0, workers: int = 1) -> ServerProcess:
-    """A server with both datasets."""
+    """Run a server with both datasets."""
     return start_server(*DATASETS, "--num-workers", str(workers), *arguments, port=port)
 
 
@@ -48,13 +48,13 @@ def server_url() -> Iterator[str]:
 
 @pytest.fixture
 def proxy(server_url: str) -> Iterator[FaultProxy]:
-    """A proxy in front of that server."""
+    """Run a proxy in front of that server."""
     with FaultProxy(server_url, seed=4) as proxy:
         yield proxy
 
 
 class Checked:
-    """The batches of an epoch, each compared with what the dataset itself gives in its place.
+    """Batches of an epoch, each compared with the dataset's own samples.
 
     Args:
         urls: The server's URL, or several.
@@ -71,7 +71,7 @@ class Checked:
         self._begin_epoch()
 
     def take(self, count: int | None = None) -> None:
-        """Take so many batches, or all that are left, and no more may come then."""
+        """Load a number of batches, or all remaining ones, after which no more may arrive."""
         for _ in range(len(self._plan) - self.taken if count is None else count):
             got = next(self.batches)
             expected = self._table[self._plan[self.taken]]
@@ -122,7 +122,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_batch_is_made_again(proxy: 
 
 
 def test_all_connections_that_break_at_once_are_made_again(proxy: FaultProxy) -> None:
-    """N1: again and again, in the middle of an epoch."""
+    """N1: all connections break repeatedly during an epoch, and each batch arrives once."""
     epoch = Checked(proxy.url, "large", 2)
     for number in range(10):
         epoch.take(5)
@@ -180,7 +180,7 @@ def test_an_answer_that_stops_in_the_middle_is_asked_for_again(proxy: FaultProxy
 @pytest.mark.parametrize("kind", [Flip, Cut, Reset], ids=lambda kind: kind.__name__)
 @pytest.mark.usefixtures("untiring")
 def test_any_damaged_byte_of_a_frame_is_noticed(proxy: FaultProxy, kind: type[Flip | Cut | Reset]) -> None:
-    """N3: for each byte of a small frame, a bit that is turned and a cut: every batch still arrives exactly."""
+    """N3: with a flipped bit or a cut at each byte of a small frame, every batch still arrives exactly."""
     sizes: list[int] = []
 
     def measure(body: bytes) -> bytes:
@@ -358,7 +358,7 @@ def test_a_link_that_passes_bytes_one_by_one_passes_all(proxy: FaultProxy) -> No
 
 
 def test_a_trainer_that_takes_long_for_a_step_loses_nothing(start_server: StartServer) -> None:
-    """N5: longer than every timeout of the client; the server keeps no more for it than its window."""
+    """N5: a step may exceed all timeouts of the client; the server keeps only the prefetched batches."""
     with FaultProxy(serve(start_server).url, seed=4) as proxy:
         server = httpx.Client(base_url=proxy.target)
         epoch = Checked(proxy.url, "large", 4, reconnect_timeout=0)
@@ -499,7 +499,7 @@ http {{
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 def test_nginx_with_its_defaults_is_unnoticed(start_server: StartServer, free_port: int, tmp_path: Path) -> None:
-    """N13: its buffering, and connections that it closes when they are idle."""
+    """N13: nginx's buffering and closing of idle connections have no effect on batches."""
     target = serve(start_server).url
     config = tmp_path / "nginx.conf"
     config.write_text(NGINX.format(folder=tmp_path, port=free_port, target=target))

@@ -33,14 +33,14 @@ Fresh = Callable[[], dict[str, Any]]
 
 
 def _samplers() -> Any:
-    """Torch's module of samplers."""
+    """Return torch's module of samplers."""
     from torch.utils.data import sampler
 
     return sampler
 
 
 class Downwards:
-    """A user-written sampler without a length."""
+    """User-defined sampler without a length."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -50,7 +50,7 @@ class Downwards:
 
 
 class Shuffling:
-    """A user-written sampler that draws from all three generators of the process while it is iterated."""
+    """User-defined sampler that draws from all three generators of the process during iteration."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -133,7 +133,7 @@ ORDERS: dict[str, Fresh] = {
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ORDERS)
 def test_batches_are_torchs(name: str, num_workers: int) -> None:
-    """Two epochs are equal, and so are the generators of this process afterwards."""
+    """Two epochs and the final states of this process's generators equal torch's."""
     both(Numbers(), fresh=ORDERS[name], num_workers=num_workers)
 
 
@@ -194,7 +194,7 @@ def test_batch_samplers_of_lists_in_lists() -> None:
 
 
 def test_an_endless_sampler() -> None:
-    """A sampler without an end is drawn from as far as it is needed."""
+    """An infinite sampler is used only as far as needed."""
 
     def endless() -> dict[str, Any]:
         return {"sampler": itertools.count(), "batch_size": 3}
@@ -243,7 +243,7 @@ def test_a_loop_that_draws_by_itself(name: str, num_workers: int) -> None:
 
 
 def test_a_loop_that_is_left_and_begun_again() -> None:
-    """``break`` and iter() is another epoch, which draws again, as with torch."""
+    """``break`` and iter() start another epoch with new random numbers, as in torch."""
     results = []
     for loader_of in (torchs, None):
         seed_everything()
@@ -257,7 +257,7 @@ def test_a_loop_that_is_left_and_begun_again() -> None:
 
 
 class Bulk(Numbers):
-    """Reads many samples at once."""
+    """Dataset that reads several samples at once."""
 
     def __getitems__(self, indices: list[int]) -> list[tuple[int, int]]:
         assert type(indices) is list
@@ -283,7 +283,7 @@ def test_streams_of_unequal_shards(sizes: tuple[int, ...], batch_size: int, drop
 
 @pytest.mark.parametrize("sizes", [(7,), (5, 2), (4, 0, 3), (1, 2, 3, 4)])
 def test_streams_of_single_samples(sizes: tuple[int, ...]) -> None:
-    """The same without batching."""
+    """Streams without batching equal torch's."""
     both(Noisy(*sizes), num_workers=len(sizes), batch_size=None)
 
 

@@ -115,7 +115,7 @@ def test_interrupted_at_every_batch(name: str, epoch: int) -> None:
     ids=["map-style", "stream", "stream that draws"],
 )
 def test_interrupted_with_persistent_workers(dataset: Any, fresh: Fresh) -> None:
-    """The base seed that persistent workers keep is a part of the state."""
+    """The state contains the base seed of persistent workers."""
     expected = _in_one_go(dataset, fresh, 3)
     with serve(dataset) as url:
         for batch in range(len(expected[0]) + 1):
@@ -145,7 +145,7 @@ def test_interrupted_between_iter_and_the_first_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["shuffled", "shuffled by a generator", "a sampler of one's own that draws"])
 def test_interrupted_twice(name: str) -> None:
-    """A loop that was resumed can be interrupted again, also before it has taken anything."""
+    """A resumed loop can be interrupted again, even before its first batch."""
     dataset, fresh = CASES[name]
     expected = _in_one_go(dataset, fresh, 2)
     with serve(dataset) as url:
@@ -258,7 +258,7 @@ print(json.dumps({{"got": got, "rng": rng, "loader": loader.state_dict()}}))
 def test_resumed_in_another_process_on_another_server(
     start_server: StartServer, generator: bool, num_workers: int
 ) -> None:
-    """A checkpoint of the loader's state and torch's generator is all that a new process needs; the server is new."""
+    """A new process on a new server needs only the loader's state and the state of torch's generator."""
 
     def fresh() -> dict[str, Any]:
         own = {"generator": torch.Generator().manual_seed(8)} if generator else {}

@@ -1,4 +1,4 @@
-"""The client on systems that lack what Linux has: forks, poll(), Linux signals, options of sockets."""
+"""The client on systems without Linux's features: forks, poll(), signals, socket options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ print("loaded")
 
 
 def loaded(url: str, code: str, output: str = "numpy") -> str:
-    """The output of a program that loads two epochs of `many`."""
+    """Return the output of a program that loads two epochs of `many`."""
     command = [sys.executable, "-S", "-c", _WITH_PACKAGES + code, url, output]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -89,6 +89,6 @@ for connection in http._open:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the option of Linux stands for that of macOS")
 def test_dead_machines_are_noticed_where_the_option_has_the_name_of_macos(start_server: StartServer) -> None:
-    """The option TCP_KEEPIDLE is TCP_KEEPALIVE on macOS: without it a dead machine is noticed after two hours."""
+    """The client uses TCP_KEEPALIVE, macOS's name of TCP_KEEPIDLE; otherwise detection would take two hours."""
     server = start_server(f"{TARGET}many", "--num-workers", "1")
     assert set(loaded(server.url, KEEPALIVE).split()) == {"5"}

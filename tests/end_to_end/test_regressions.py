@@ -125,7 +125,7 @@ def test_iterators_of_one_loader_do_not_share_memory_that_is_in_use() -> None:
 
 
 def test_a_server_that_was_left_gives_its_memory_back() -> None:
-    """No mapping of shared memory outlives the block."""
+    """No mapping of shared memory outlives the block of `serve`."""
     before = _shared_mappings()
     with serve(hosted.Samples(lambda i: np.zeros(200_000, np.uint8), 40), num_workers=1) as url:
         list(DataLoader(RemoteDataset(url), seed=0, output="numpy"))
@@ -217,7 +217,7 @@ def test_workers_that_never_start_are_an_error() -> None:
 
 @pytest.mark.parametrize("length", [5, 7, 8])
 def test_the_state_is_the_same_on_every_rank_also_with_uneven_tails(length: int) -> None:
-    """After each step, and after the epoch."""
+    """States of all ranks are equal after each step, and after the epoch."""
     with serve(hosted.Samples(lambda i: i, length), num_workers=1) as url:
         loaders = [
             DataLoader(RemoteDataset(url), 1, rank=rank, world_size=3, tail="uneven", output="numpy")

@@ -79,7 +79,7 @@ class Counter(IterableDataset):  # type: ignore[misc]
         return {"place": self.place, "passes": self.passes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Continue from the state's position."""
         self.place, self.passes = state["place"], state["passes"]
 
 
@@ -196,17 +196,17 @@ class Hidden:
         self.left = 10
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generator's state, a tuple, and how many indices are left."""
+        """Return the generator's state, a tuple, and the number of remaining indices."""
         return {"source": self._state(), "left": self.left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Continue from the state's position."""
         self._set_state(state["source"])
         self.left = state["left"]
 
 
 class Lists(Hidden):
-    """The same as a batch sampler."""
+    """Batch sampler like `Hidden`."""
 
     def __iter__(self) -> Iterator[Any]:
         for index in super().__iter__():
@@ -233,7 +233,7 @@ class Counted:
         return {"yielded": self.yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Leave out as many in the next iteration."""
+        """Skip as many indices in the next iteration."""
         self.next_yielded = state["yielded"]
 
 
@@ -427,7 +427,7 @@ class Emitting:
         return {"number": self.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Continue from the state's number."""
         self.number = state["number"]
 
 

@@ -1,4 +1,4 @@
-"""``teleloader-server``: its banner, its log, and starting anew when code changes."""
+"""``teleloader-server``: its banner, its log, and restarts after changes of the code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_in_a_terminal_the_banner_says_all_at_a_glance() -> None:
 
 
 def test_in_a_pipe_the_banner_is_lines_of_the_log(start_server: StartServer) -> None:
-    """Each with time and level, and no escapes."""
+    """In a pipe, the banner is log lines with time and level, without escape sequences."""
     server = start_server(HOSTED + "numbers", "--num-workers", "1")
     server.await_line(r"^[\d-]+ [\d:,]+ INFO +dataset: numbers, map-style, 100 samples$")
     server.await_line(rf"INFO +watch: teleloader stats {server.url} --watch")
@@ -139,7 +139,7 @@ def test_a_problem_says_of_which_request_it_is(start_server: StartServer) -> Non
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a module that servers can import and a test may change."""
+    """Return the file of a module that servers import and tests change."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     file = tmp_path / "changing_dataset.py"
@@ -168,7 +168,7 @@ def test_a_change_of_the_code_starts_the_server_anew(module: Path, start_server:
 
 
 def test_code_that_is_broken_for_a_while(module: Path, start_server: StartServer) -> None:
-    """The error is shown, and the next change is waited for."""
+    """The server shows the error, and waits for the next change."""
     server = start_server("changing_dataset:data", "--reload", "--num-workers", "1")
     module.write_text("data = [0, 1\n")
     server.await_line("SyntaxError")

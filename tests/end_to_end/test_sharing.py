@@ -21,7 +21,7 @@ def _epoch(url: str) -> list[Any]:
 
 
 def test_two_consumers_share_the_work_and_a_late_one_gets_it_all() -> None:
-    """Two clients at once, and a third afterwards: all get the whole epoch, and each batch was computed once."""
+    """Two concurrent clients and a later one get the whole epoch, and each batch is computed once."""
     with serve(hosted.Samples(hosted.SAMPLES["dict"], 200), num_workers=2) as url:
         with ThreadPoolExecutor(2) as threads:
             first, second = threads.map(_epoch, [url, url])
@@ -94,7 +94,7 @@ def test_a_slow_consumer_costs_a_fast_one_nothing_but_memory() -> None:
 
 
 def test_memory_is_shared_by_the_workers(start_server: StartServer) -> None:
-    """Four workers of a dataset of 256 MiB take little more than 256 MiB together."""
+    """Four workers of a dataset of 256 MiB use little more than 256 MiB in total."""
     target = "large=tests.end_to_end.hosted:large"
     server = start_server(target, "--num-workers", "4")
     loader = DataLoader(RemoteDataset(server.url, "large"), 8, output="numpy")

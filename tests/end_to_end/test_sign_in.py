@@ -30,14 +30,14 @@ UNAUTHORIZED = "401 (Unauthorized)"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A browser for all tests of this module."""
+    """Start a browser for all tests of this module."""
     with a_browser() as found:
         yield found
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> TokenTable:
-    """Tokens for figures and batches, and for batches only."""
+    """Create tokens for statistics and batches, and for batches only."""
     made = TokenTable(tmp_path / "tokens.toml")
     made.add("anna")
     made.add("trainer", "read")
@@ -71,20 +71,20 @@ def visit(browser: Browser, server: ServerProcess) -> Iterator[Open]:
 
 
 def sign_in(page: Page, token: str) -> None:
-    """Type it and send it."""
+    """Enter a token and submit the form."""
     page.get_by_label("Token").fill(token)
     page.get_by_role("button", name="Sign in").click()
 
 
 def until(page: Page, selector: str, text: str) -> None:
-    """Wait until an element holds the text."""
+    """Wait until an element contains a text."""
     from playwright.sync_api import expect
 
     expect(page.locator(selector)).to_contain_text(text, timeout=20_000)
 
 
 def test_a_person_signs_in_and_out(visit: Open, table: TokenTable, server: ServerProcess) -> None:
-    """The figures show in between, also when the page is loaded again; the token is in no URL and no script's reach."""
+    """Statistics are visible while signed in, also after a reload; no URL or script has the token."""
     one = visit()
     page, token = one.page, table.secrets["anna"]
     asked: list[str] = []
@@ -140,7 +140,7 @@ def test_a_token_that_is_not_for_figures_is_told_of(visit: Open, table: TokenTab
 
 
 def test_the_form_comes_back_when_the_token_is_removed(visit: Open, table: TokenTable) -> None:
-    """While the page is open: the session ends with its token."""
+    """An open page returns to the form when its token is revoked."""
     one = visit()
     until(one.page, "#state", "Signed out")
     sign_in(one.page, table.secrets["anna"])
@@ -155,7 +155,7 @@ def test_the_form_comes_back_when_the_token_is_removed(visit: Open, table: Token
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [PHONE, {"width": 1280, "height": 800}], ids=["phone", "desk"])
 def test_the_form_can_be_read_and_used_anywhere(visit: Open, scheme: str, viewport: dict[str, int]) -> None:
-    """By keyboard, in either scheme, on a phone."""
+    """The form works by keyboard, in light and dark mode, and on a phone."""
     page = visit(color_scheme=scheme, viewport=viewport).page
     until(page, "#state", "Signed out")
     assert page.evaluate(CONTRAST) == []
@@ -190,7 +190,7 @@ async function attack() {
 
 @contextmanager
 def elsewhere(folder: Path) -> Iterator[str]:
-    """Another site's page."""
+    """Run another site's page."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name

@@ -22,7 +22,7 @@ SECONDS = 0.02
 
 
 class Doubling(Stage):
-    """Double each sample, slowly."""
+    """Stage that doubles each sample, slowly."""
 
     name = "doubling"
 
@@ -43,7 +43,7 @@ def _doubling() -> Iterator[None]:
 @pytest.mark.usefixtures("_doubling")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_added_stage_is_measured_under_its_own_name(num_workers: int) -> None:
-    """Its time is in /stats and /metrics, in the order of the stages."""
+    """/stats and /metrics have its time, in the order of the stages."""
     with serve(range(20), num_workers=num_workers) as url:
         batches = list(DataLoader(RemoteDataset(url), 5, seed=0, output="numpy"))
         (dataset,) = httpx.get(f"{url}/stats").json()["datasets"]
@@ -61,7 +61,7 @@ def test_an_added_stage_runs_without_a_server() -> None:
 
 
 class Cache(Stage):
-    """Keep frames in files."""
+    """Stage that keeps frames in files."""
 
     name = "cache"
     folder: Path
@@ -80,7 +80,7 @@ class Cache(Stage):
 
 
 class Recorded:
-    """Squares, with a line in a file for each sample that is read."""
+    """Dataset of squares, which logs each read sample in a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -126,7 +126,7 @@ def test_a_cache_is_one_stage(num_workers: int, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_cache")
 def test_a_cache_of_frames_does_not_run_without_a_server() -> None:
-    """``DataLoader(object, num_workers=0)`` has no frames."""
+    """The stage is skipped by ``DataLoader(object, num_workers=0)``, which has no frames."""
     assert [batch.tolist() for batch in DataLoader(range(4), 2, output="numpy")] == [[0, 1], [2, 3]]
     assert not list(Cache.folder.iterdir())
 
@@ -155,7 +155,7 @@ class UnplacedHit(Unplaced):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stage", [Unplaced, UnplacedHit])
 def test_a_frame_outside_of_its_buffer_fails_the_batch(num_workers: int, stage: type[Stage]) -> None:
-    """The next batch follows."""
+    """A frame outside of its buffer fails its batch, and the next batch follows."""
     STAGES.insert(0, stage)
     try:
         with serve(range(15), num_workers=num_workers) as url:

@@ -34,7 +34,7 @@ from tests.raw import Raw
 
 
 class Rows:
-    """100,000 rows of 1,000 numbers; row 37 cannot be had."""
+    """Dataset of 100,000 rows of 1,000 numbers; row 37 fails."""
 
     def __len__(self) -> int:
         return 100_000
@@ -47,20 +47,20 @@ class Rows:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server with rows, and two workers."""
+    """Run a server with rows and two workers; return its URL."""
     with serve({"rows": Rows(), "stream": iter_of_five}, num_workers=2) as address:
         yield address
 
 
 class FromFive:
-    """Iterable-style: counts from 5 down."""
+    """Iterable-style dataset that counts down from 5."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(5, 0, -1))
 
 
 def iter_of_five() -> FromFive:
-    """A factory."""
+    """Return the dataset: a factory for servers."""
     return FromFive()
 
 
@@ -71,7 +71,7 @@ def stats_of(url: str, **query: int) -> dict[str, Any]:
 
 
 def registered(url: str, **spec: Any) -> str:
-    """The key of a loader."""
+    """Return the key of a new loader."""
     return str(httpx.post(f"{url}/v1/loaders", json={"dataset": "rows", **spec}).raise_for_status().json()["key"])
 
 
@@ -270,7 +270,7 @@ def test_a_stopping_server_ends_its_streams(start_server: StartServer) -> None:
 
 
 def test_intervals_have_limits(url: str) -> None:
-    """From half a second to a minute."""
+    """Intervals range from half a second to a minute."""
     for interval in ("0.4", "61", "nan", "often"):
         assert httpx.get(f"{url}/stats/stream", params={"interval": interval}).status_code == 422
 
@@ -291,13 +291,13 @@ def test_a_watcher_that_does_not_read_does_not_delay_other_requests(url: str) ->
 
 
 def scraped(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """All samples, by name and labels."""
+    """Return all samples by name and labels."""
     text = httpx.get(f"{url}/metrics").raise_for_status().text
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples(text)}
 
 
 def samples(text: str) -> Iterator[Sample]:
-    """All samples of a scrape."""
+    """Return all samples of a scrape."""
     for family in families(text):
         yield from family.samples
 
@@ -402,7 +402,7 @@ def test_promtool_finds_nothing_wrong(url: str) -> None:
 
 
 def test_each_metric_says_what_it_is(url: str) -> None:
-    """Help that is a sentence, and a type."""
+    """Each metric has a type, and a help text that is a sentence."""
     for family in families(httpx.get(f"{url}/metrics").text):
         assert family.type in ("counter", "gauge", "histogram"), family
         assert family.documentation.endswith("."), family

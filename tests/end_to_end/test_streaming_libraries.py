@@ -32,20 +32,20 @@ STAND_INS: dict[str, dict[str, object]] = {
 
 
 def needed(module: str) -> Any:
-    """Import a library."""
+    """Import a library, or skip the test."""
     need_framework(module)
     return import_module(module)
 
 
 def hugging_face(_: Path) -> Any:
-    """Its IterableDataset, shuffled, which needs set_epoch() for another order."""
+    """Create a shuffled IterableDataset of Hugging Face, which needs set_epoch() for another order."""
     datasets = needed("datasets")
     rows = datasets.Dataset.from_dict({"index": list(range(LENGTH))})
     return rows.to_iterable_dataset(num_shards=8).shuffle(seed=1, buffer_size=4)
 
 
 def litdata(folder: Path) -> Any:
-    """Its StreamingDataset over local chunks."""
+    """Create a StreamingDataset of litdata over local chunks."""
     lit = needed("litdata")
     out = str(folder / "litdata")
     lit.optimize(fn=_row, inputs=list(range(LENGTH)), output_dir=out, chunk_size=8, num_workers=1)
@@ -57,7 +57,7 @@ def _row(index: int) -> dict[str, int]:
 
 
 def mosaic(folder: Path) -> Any:
-    """Its StreamingDataset over local shards."""
+    """Create a StreamingDataset of mosaicml-streaming over local shards."""
     if "torchvision" not in sys.modules and find_spec("torchvision") is None:
         # streaming imports it for datasets of images; its wheels need torch with CUDA
         for name, used in STAND_INS.items():
@@ -73,7 +73,7 @@ def mosaic(folder: Path) -> Any:
 
 
 def indices(loader: Any) -> list[int]:
-    """The samples of an epoch."""
+    """Return the samples of an epoch."""
     return [int(index) for batch in loader for index in np.asarray(batch["index"]).ravel()]
 
 
@@ -108,7 +108,7 @@ def test_loaders_in_different_epochs_do_not_share_the_epoch_of_a_dataset() -> No
 
 
 def test_a_killed_worker_continues_from_the_state_of_the_dataset(tmp_path: Path) -> None:
-    """Hugging Face's datasets keep a state, which travels with the batches."""
+    """Batches contain the state of Hugging Face's datasets, from which a replacement continues."""
     datasets = needed("datasets")
     rows = datasets.Dataset.from_dict({"index": list(range(LENGTH))}).to_iterable_dataset(num_shards=2)
     died = tmp_path / "died"

@@ -48,7 +48,7 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tls(cert: str, key: str, *more: str) -> tuple[str, ...]:
-    """The arguments of a server with that certificate."""
+    """Return the arguments of a server with a certificate."""
     return ("--num-workers", "1", "--ssl-certfile", cert, "--ssl-keyfile", key, *more)
 
 
@@ -67,7 +67,7 @@ def server(files: Files) -> Iterator[ServerProcess]:
 
 
 def numbers_at(url: str, **credentials: Any) -> list[int]:
-    """An epoch's samples."""
+    """Return an epoch's samples."""
     loader = DataLoader(RemoteDataset(url, "numbers", reconnect_timeout=1e9, **credentials), 10, output="numpy")
     return [int(index) for indices, _ in loader for index in indices]
 
@@ -75,7 +75,7 @@ def numbers_at(url: str, **credentials: Any) -> list[int]:
 def test_a_loader_works_as_it_does_without(
     server: ServerProcess, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an https:// URL, with the CA as argument or from the environment; large batches arrive whole."""
+    """An https:// URL works with the CA from an argument or the environment; large batches arrive completely."""
     assert server.url.startswith("https://127.0.0.1:")
     assert numbers_at(server.url, ca=files.ca) == list(range(100))
     monkeypatch.setenv("TELELOADER_CA", files.ca)
@@ -87,7 +87,7 @@ def test_a_loader_works_as_it_does_without(
 
 
 def test_an_order_of_the_clients_own_is_sent_over_tls(server: ServerProcess, files: Files) -> None:
-    """Bodies go up as batches come down."""
+    """Index lists are sent while batches are received."""
     remote = RemoteDataset(server.url, "numbers", ca=files.ca)
     order = list(reversed(range(100)))
     assert [int(i) for indices, _ in DataLoader(remote, 7, sampler=order, output="numpy") for i in indices] == order
@@ -97,7 +97,7 @@ def test_an_order_of_the_clients_own_is_sent_over_tls(server: ServerProcess, fil
 def test_tls_1_2_and_later_are_spoken(
     server: ServerProcess, files: Files, monkeypatch: pytest.MonkeyPatch, version: ssl.TLSVersion
 ) -> None:
-    """Each of them, batches included."""
+    """Batches arrive over TLS 1.2 and later versions."""
     make = Credentials._make_context
 
     def context(self: Credentials) -> ssl.SSLContext:
@@ -111,7 +111,7 @@ def test_tls_1_2_and_later_are_spoken(
 
 
 def test_older_versions_are_not(server: ServerProcess) -> None:
-    """The server has none of them."""
+    """The server rejects older versions of TLS."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with pytest.warns(DeprecationWarning, match="deprecated"):
@@ -157,7 +157,7 @@ def test_an_expired_certificate_is_refused(files: Files, start_server: StartServ
 
 
 def test_a_certificate_for_another_name_is_refused(files: Files, start_server: StartServer) -> None:
-    """However good it is."""
+    """A valid certificate for another host name is rejected."""
     server = start_server(NUMBERS, *tls(*files.make("other", "loader.example", "127.0.0.9")))
     assert "the server's certificate is for another name" in refusal(server.url, ca=files.ca)
 
@@ -173,7 +173,7 @@ def test_https_at_a_plain_port_and_http_at_one_with_tls(
 
 @pytest.mark.parametrize("content", [None, "", "no certificate"])
 def test_files_that_cannot_be_used_are_named(server: ServerProcess, tmp_path: Path, content: str | None) -> None:
-    """Each of them."""
+    """The error names each unusable file."""
     file = tmp_path / "file.pem"
     if content is not None:
         file.write_text(content)
@@ -225,7 +225,7 @@ def test_cas_of_clients_can_be_added_while_the_server_runs(
 
 
 def encrypt(key: str, folder: Path) -> str:
-    """The path of a copy that needs the password "pass"."""
+    """Return the path of a copy of a key that is encrypted with the password "pass"."""
     loaded = serialization.load_pem_private_key(Path(key).read_bytes(), None)
     secret = serialization.BestAvailableEncryption(b"pass")
     copy = folder / "encrypted.key"
@@ -234,7 +234,7 @@ def encrypt(key: str, folder: Path) -> str:
 
 
 def test_files_that_do_not_fit_are_refused_at_the_start(files: Files, tmp_path: Path) -> None:
-    """In a sentence, with exit code 2, before anything is built."""
+    """The server exits with code 2 and an error before it builds datasets."""
     cert, key = files.make("one", "127.0.0.1")
     _, other = files.make("two", "127.0.0.1")
     encrypted = encrypt(key, tmp_path)
@@ -263,7 +263,7 @@ def test_files_that_do_not_fit_are_refused_at_the_start(files: Files, tmp_path: 
 def test_a_key_may_be_encrypted(
     files: Files, tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its password comes by the environment, which others do not see."""
+    """The password is an environment variable, which other users cannot see."""
     cert, key = files.make("encrypted", "127.0.0.1")
     encrypted = encrypt(key, tmp_path)
     monkeypatch.setenv("TELELOADER_SSL_KEYFILE_PASSWORD", "pass")
@@ -272,7 +272,7 @@ def test_a_key_may_be_encrypted(
 
 
 def serial(url: str) -> int:
-    """The number of the certificate that a server shows."""
+    """Return the serial number of a server's certificate."""
     where = httpx.URL(url)
     return x509.load_pem_x509_certificate(
         ssl.get_server_certificate((where.host, where.port or 0)).encode()
@@ -319,7 +319,7 @@ def test_who_never_finishes_the_handshake_is_let_go(server: ServerProcess, files
 
 
 def test_garbage_in_the_place_of_a_handshake_is_let_go(server: ServerProcess, files: Files) -> None:
-    """Without a line in the log for each."""
+    """Invalid handshakes close the connection without one log line for each."""
     for _ in range(50):
         with connected(server.url) as one:
             one.sendall(os.urandom(500))
@@ -327,12 +327,12 @@ def test_garbage_in_the_place_of_a_handshake_is_let_go(server: ServerProcess, fi
 
 
 def secured(url: str, files: Files) -> ssl.SSLSocket:
-    """A connection on which the handshake is done."""
+    """Open a connection, and complete its TLS handshake."""
     return ssl.create_default_context(cafile=files.ca).wrap_socket(connected(url), server_hostname="127.0.0.1")
 
 
 def test_an_answer_without_end_is_given_up_over_tls(files: Files) -> None:
-    """Each of its bytes comes in time, but they never stop."""
+    """A response whose bytes arrive in time but never end raises an error."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*files.make("dripping", "127.0.0.1"))
     sent = 0

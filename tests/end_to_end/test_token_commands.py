@@ -69,7 +69,7 @@ def test_add_creates_the_file_and_prints_the_token_once(file: Path) -> None:
 
 
 def test_add_can_write_the_token_to_a_new_file(file: Path, tmp_path: Path) -> None:
-    """Then it is not shown, and a file that exists is not overwritten."""
+    """The token is then not printed, and an existing file is not overwritten."""
     out = tmp_path / "token"
     added = token("add", file, "trainer", "--out", str(out))
     assert (added.code, added.out) == (0, "")
@@ -95,7 +95,7 @@ def test_add_can_write_the_token_to_a_new_file(file: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_added_changes_nothing(file: Path, arguments: tuple[str, ...], sentence: str) -> None:
-    """The error is a sentence with the value and the rule, and the exit code is 2."""
+    """The error has the value and the rule, and the exit code is 2."""
     file.write_text(WRITTEN_BY_HAND)
     refused = token("add", file, *arguments)
     assert (refused.code, refused.out) == (2, "")

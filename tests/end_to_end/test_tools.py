@@ -1,4 +1,4 @@
-"""``teleloader``: the client's tools, in pipes and in real terminals."""
+"""``teleloader``: the client's tools, in pipes and in terminals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def figures() -> Iterator[tuple[MadeUpServer, str]]:
 
 @pytest.fixture(scope="module")
 def hosting() -> Iterator[ServerProcess]:
-    """A server with datasets of many kinds."""
+    """Run a server with datasets of many kinds."""
     names = ("numbers", "failing", "stream")
     server = ServerProcess("--port", "0", "--num-workers", "2", *(HOSTED + name for name in names[:2]),
                            CHECKED + "dicts", CHECKED + "slowly", *(HOSTED + name for name in names[2:]))  # fmt: skip
@@ -118,7 +118,7 @@ def test_stats_begins_with_the_verdicts_that_need_something_done(figures: tuple[
 
 
 def test_stats_shows_what_the_server_says(figures: tuple[MadeUpServer, str]) -> None:
-    """The figures of its records, as people read them."""
+    """The output has the figures of the server's records, with units."""
     _, url = figures
     out = " ".join(tool("stats", url).out.split())
     for shown in (
@@ -144,7 +144,7 @@ def test_stats_as_json_is_what_the_server_says(figures: tuple[MadeUpServer, str]
 def test_stats_shows_as_many_consumers_as_it_is_told_and_says_how_many_there_are(
     figures: tuple[MadeUpServer, str],
 ) -> None:
-    """A server may have a thousand."""
+    """The number of shown consumers is limited, because a server may have a thousand."""
     server, url = figures
     server.stats = made_up(consumers=200)
     out = tool("stats", url, "--limit", "3").out
@@ -165,7 +165,7 @@ def test_a_pipe_gets_no_escapes_and_no_cut_lines(figures: tuple[MadeUpServer, st
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_is_not_too_narrow_for_the_figures(columns: int, figures: tuple[MadeUpServer, str]) -> None:
-    """Words are cut, and figures are not."""
+    """In narrow terminals, words are truncated, but not figures."""
     server, url = figures
     long = dataclasses.replace(CONSUMER, consumer="gpu-node-17.example.org:123456/rank17#0")
     server.stats = dataclasses.replace(made_up(), consumers=[long])
@@ -181,7 +181,7 @@ def test_a_terminal_is_not_too_narrow_for_the_figures(columns: int, figures: tup
 
 
 def test_what_others_write_cannot_command_the_terminal(figures: tuple[MadeUpServer, str]) -> None:
-    """Names of consumers and messages of exceptions are theirs to choose."""
+    """Names of consumers and messages of exceptions, which others choose, are printed without control characters."""
     server, url = figures
     evil = "\x1b]0;owned\x07\x1b[2J[red]name"
     stages = {evil: DATASET.stages["fetch"], "[/x]": DATASET.stages["fetch"]}
@@ -249,7 +249,7 @@ def test_watching_a_server_that_goes_away_goes_on() -> None:
 
 
 def test_peek_shows_what_a_batch_holds(hosting: ServerProcess) -> None:
-    """Path, type, shape and range of each array."""
+    """The output has path, dtype, shape and range of each array."""
     done = tool("peek", hosting.url, "dicts", "2", "--batch-size", "4")
     assert done.code == 0
     rows = [line.split(maxsplit=2) for line in done.out.splitlines()]
@@ -260,7 +260,7 @@ def test_peek_shows_what_a_batch_holds(hosting: ServerProcess) -> None:
 
 
 def test_peek_as_json_has_the_same(hosting: ServerProcess) -> None:
-    """For programs."""
+    """With --json the output has the same content for programs."""
     found = json.loads(tool("peek", hosting.url, "numbers", "--indices", "3,5", "--json").out)
     assert (found["dataset"], found["batch"], found["epoch"]) == ("numbers", 0, 0)
     assert found["parts"] == [
@@ -270,7 +270,7 @@ def test_peek_as_json_has_the_same(hosting: ServerProcess) -> None:
 
 
 def test_peek_is_the_batch_that_training_gets(hosting: ServerProcess) -> None:
-    """By the same arguments, the same samples."""
+    """The same arguments give the same samples as in training."""
     loader = DataLoader(RemoteDataset(hosting.url, "numbers"), 3, shuffle=True, seed=5, output="numpy")
     expected = [batch[0] for batch in loader][7]
     done = tool("peek", hosting.url, "numbers", "7", "--batch-size", "3", "--shuffle", "--seed", "5", "--json")
@@ -278,7 +278,7 @@ def test_peek_is_the_batch_that_training_gets(hosting: ServerProcess) -> None:
 
 
 def test_peek_at_a_batch_that_is_an_error(hosting: ServerProcess) -> None:
-    """The exception as training gets it, from a worker, and exit code 1."""
+    """The command shows the worker's exception as training gets it, and exits with code 1."""
     done = tool("peek", hosting.url, "failing", "17")
     assert done.code == 1
     assert "ValueError: Caught ValueError in DataLoader worker process" in done.out
@@ -353,7 +353,7 @@ def test_bench_measures_what_it_shows(hosting: ServerProcess) -> None:
 
 
 def test_bench_tells_the_servers_verdict(hosting: ServerProcess) -> None:
-    """A dataset that takes its time, and a loop that does."""
+    """The diagnosis is right for a slow dataset and for a slow loop."""
     slow = tool("bench", hosting.url, "slowly", "--batch-size", "50", "--seconds", "5")
     assert "diagnosis: loader-bound" in slow.out
     assert re.search(r"enough for training steps of .*(need 4 workers \(--num-workers 4\)|CPUs? busy)", slow.out)
@@ -409,7 +409,7 @@ def test_bench_of_an_iterable_dataset(hosting: ServerProcess) -> None:
 
 @pytest.mark.parametrize("world_size", ["1", "4"])
 def test_audit_of_an_epoch_that_is_whole(world_size: str, hosting: ServerProcess) -> None:
-    """Exit code 0, and a sentence."""
+    """A complete epoch results in exit code 0 and a sentence."""
     done = tool("audit", hosting.url, "numbers", "--shuffle", "--world-size", world_size, "--epoch", "3")
     assert done.code == 0
     assert "100 visits" in done.out
@@ -437,7 +437,7 @@ def test_audit_counts_what_trainers_are_given(hosting: ServerProcess) -> None:
 
 
 def test_audit_says_why_samples_are_missing_or_repeated(hosting: ServerProcess) -> None:
-    """Exit code 1: whether that is well, the user knows."""
+    """The exit code is 1, and the output has the reason, which the user judges."""
     dropped = tool("audit", hosting.url, "numbers", "--batch-size", "9", "--drop-last")
     assert dropped.code == 1
     assert "never visited: 1 sample (99), omitted by --drop-last" in dropped.out

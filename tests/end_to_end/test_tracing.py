@@ -54,7 +54,7 @@ def spans(sampler: str) -> list[dict[str, Any]]:
 
 
 def test_a_batchs_life_is_one_trace() -> None:
-    """From the loop's own span, over the client's request, to each stage in the worker."""
+    """One trace has the loop's span, the client's request and each stage in the worker."""
     found = spans("ALWAYS_ON")
     by_id = {span["id"]: span for span in found}
     assert len({span["trace"] for span in found}) == 1
@@ -80,7 +80,7 @@ def test_a_batchs_life_is_one_trace() -> None:
 
 
 def test_what_is_not_sampled_costs_no_spans() -> None:
-    """The client's decision goes with its request."""
+    """The client's sampling decision is sent with its request."""
     assert spans("ALWAYS_OFF") == []
 
 

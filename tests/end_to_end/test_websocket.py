@@ -1,4 +1,4 @@
-"""Batches over a WebSocket, with a client that knows nothing of us."""
+"""Batches over a WebSocket, with a client that does not use teleloader's code."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ GONE = BatchId("0" * 32, 0, 0)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server of datasets with 40 to 64 samples."""
+    """Run a server with datasets of 40 to 64 samples; return its URL."""
     datasets = {"dict": hosted.samples["dict"], "failing": hosted.failing(), "heavy": hosted.heavy}
     with serve(datasets, num_workers=2) as url:
         yield url
 
 
 def register(url: str, **spec: Any) -> str:
-    """A loader's key."""
+    """Return the key of a new loader."""
     answer = httpx.post(f"{url}/v1/loaders", json={"batch_size": 8, **spec}, trust_env=False)
     key: str = answer.raise_for_status().json()["key"]
     return key
@@ -45,7 +45,7 @@ def register(url: str, **spec: Any) -> str:
 
 @contextmanager
 def stream(url: str, key: str, **headers: str) -> Iterator[ClientConnection]:
-    """A connection for a loader."""
+    """Open a connection for a loader."""
     where = f"{url.replace('http', 'ws')}/v1/loaders/{key}/stream"
     with connect(where, additional_headers=headers, max_size=None, compression=None, proxy=None) as socket:
         yield socket
@@ -67,7 +67,7 @@ def frames(socket: ClientConnection, count: int) -> list[codec.Frame]:
 
 
 def refusal(socket: ClientConnection) -> tuple[dict[str, Any], int]:
-    """The problem that comes as text, and the code with which the connection is closed after it."""
+    """Return the problem that arrives as text, and the connection's close code after it."""
     message = socket.recv(30)
     assert isinstance(message, str), message
     with pytest.raises(ConnectionClosed) as closed:
@@ -205,7 +205,7 @@ def test_index_lists_that_cannot_be_are_refused(url: str, lists: bytes, said: st
 
 
 def test_an_unknown_loader_is_told_at_once(url: str) -> None:
-    """The client may register it again."""
+    """The client may then register the loader again."""
     with stream(url, "nobody") as socket:
         problem, code = refusal(socket)
     assert (problem["status"], problem["code"], code) == (404, "UnknownLoader", 1008)
@@ -302,7 +302,7 @@ scopes = ["read:many"]
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A server with tokens, and a loader's key."""
+    """Run a server with tokens; yield it with a loader's key."""
     path = tmp_path_factory.mktemp("tokens") / "tokens.toml"
     path.touch(0o600)
     path.write_text(TOKENS)
@@ -396,7 +396,7 @@ def test_a_token_that_is_taken_away_ends_the_stream(
 
 
 def test_the_log_shows_no_token(start_server: StartServer, tmp_path: Path) -> None:
-    """However much is logged."""
+    """The log contains no token at any level."""
     table = TokenTable(tmp_path / "tokens.toml")
     token = table.add("first")
     server = start_server(

@@ -48,7 +48,7 @@ def arrived(batches: Iterable[Any]) -> list[Any]:
 
 
 def loader_of(url: str, batch_size: int | None = 1, **arguments: Any) -> DataLoader:
-    """A loader of NumPy arrays."""
+    """Return a loader of NumPy arrays."""
     return DataLoader(RemoteDataset(url), batch_size, output="numpy", **arguments)
 
 
@@ -63,12 +63,12 @@ def computed(url: str) -> int:
 
 
 def pids_of(url: str) -> list[int]:
-    """The workers that run now."""
+    """Return the PIDs of the running workers."""
     return [worker["pid"] for worker in stats_of(url)["workers"] if worker["pid"] and worker["state"] != "starting"]
 
 
 def shared_counter() -> Any:
-    """A number that all workers count on."""
+    """Return a counter that all workers share."""
     return multiprocessing.get_context("fork").Value("i", 0)
 
 
@@ -88,12 +88,12 @@ class Authenticator:
         self.reached = context.Event()
 
     def wait(self) -> None:
-        """In a worker."""
+        """Wait in a worker until the gate opens."""
         self.reached.set()
         self._opened.wait()
 
     def open(self) -> None:
-        """In the test."""
+        """Open the gate."""
         self._opened.set()
 
 
@@ -189,7 +189,7 @@ def test_a_worker_that_takes_its_time_is_left_alone() -> None:
 
 
 def test_without_a_limit_a_batch_may_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``batch_timeout=0``: as long as the worker lives it is waited for."""
+    """With ``batch_timeout=0``, a batch may take any time as long as its worker runs."""
     monkeypatch.setattr(health, "CHECK_INTERVAL", 0.02)
     gate = Authenticator()
 
@@ -243,7 +243,7 @@ def test_a_worker_that_exits_at_each_start_is_an_error_where_no_other_can_comput
 
 
 class Replayed:
-    """A stream of 40 samples, each of which takes a while; the worker dies once on its way."""
+    """Dataset of 40 slow samples; the worker exits once during the iteration."""
 
     def __init__(self) -> None:
         self.dies = shared_counter()
@@ -317,7 +317,7 @@ def test_a_batch_that_stops_each_worker_is_an_error(number: signal.Signals, sess
 
 @pytest.mark.usefixtures("short_stops")
 def test_a_stop_from_outside_costs_no_batch() -> None:
-    """Two stops in a row are forgiven: the third try of a batch may succeed."""
+    """A batch survives two stops in a row, because its third attempt may succeed."""
     tries = shared_counter()
 
     def sample(index: int) -> int:
@@ -447,7 +447,7 @@ def test_an_exit_is_a_death(exits: Callable[[int], None], code: int) -> None:
 
 @pytest.fixture
 def memory_cgroup() -> Iterator[Path]:
-    """A control group of 96 MiB."""
+    """Create a control group of 96 MiB."""
     group = CGROUP / f"teleloader-test-{os.getpid()}"
     try:
         group.mkdir()
@@ -549,7 +549,7 @@ pids_of_stream = Stream(25)
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_worker_is_replaced_after_so_many_batches(start_server: StartServer, num_workers: int) -> None:
-    """A leak is bounded; order and content are as ever, and it is neither a restart nor a failure."""
+    """Recycling bounds leaks; order and content are unchanged, and it counts neither as restart nor as failure."""
     server = start_server(
         f"{TARGET}leaking", "--num-workers", str(num_workers), "--max-batches-per-worker", "5", "--log-level", "info"
     )
@@ -816,7 +816,7 @@ print(number + 1, "batches", os.listdir("/dev/shm"))
 
 
 def test_a_full_dev_shm_does_not_matter() -> None:
-    """Batches of 2 MiB with a /dev/shm of 64 KiB that is full: nothing is kept there."""
+    """Batches of 2 MiB arrive with a full /dev/shm of 64 KiB, which is not used."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("needs the right to mount a file system of its own")
     mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" -c "$1"'

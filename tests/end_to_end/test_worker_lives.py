@@ -54,14 +54,14 @@ class Unrepeatable:
 
 
 class Stateful(Unrepeatable):
-    """The same, which keeps its order and position as its state."""
+    """Dataset like `Unrepeatable`, with order and position as its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The order as an array, which JSON cannot hold."""
+        """Return the order as an array, which JSON does not support, and the position."""
         return {"order": np.array(self.order), "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Continue from the state."""
         self.order, self.position = state["order"].tolist(), state["position"]
 
 
@@ -76,7 +76,7 @@ def test_a_replaced_worker_continues_from_the_last_state(num_workers: int) -> No
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_dataset_that_cannot_be_iterated_again_is_an_error(num_workers: int) -> None:
-    """Without a state, the replacement gives other samples: that is `WorkerDied`, and no sample comes twice."""
+    """Without a state, a replacement yields other samples, so that `WorkerDied` is raised and no sample is repeated."""
     with serve(Unrepeatable(), num_workers=2) as url:
         found = arrived(loader_of(url, 2, num_workers=num_workers))
     errors = [error for error in found if isinstance(error, Exception)]
@@ -87,7 +87,7 @@ def test_a_dataset_that_cannot_be_iterated_again_is_an_error(num_workers: int) -
 
 
 class Consumed:
-    """Samples of a queue; a worker dies in its first batch."""
+    """Dataset of a queue's samples; a worker exits in its first batch."""
 
     def __init__(self) -> None:
         self.taken = shared_counter()
@@ -108,7 +108,7 @@ def test_samples_of_a_worker_that_delivered_nothing_are_an_error() -> None:
 
 
 def test_persistent_workers_may_change_their_number_between_epochs() -> None:
-    """Other workers start, which iterate the dataset from its beginning."""
+    """New workers start, which iterate the dataset from its beginning."""
     with serve(KeptCursor(), num_workers=2) as url:
         loader = loader_of(url, 2, num_workers=1, persistent_workers=True)
         assert len(arrived(loader)) == 5
@@ -181,7 +181,7 @@ def test_workers_of_different_loaders_do_not_share_the_epoch_of_a_dataset() -> N
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """This process, which the server is in, has no file descriptor left."""
+    """Use up the file descriptors of this process, which runs the server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
     os.close(lowest_free)
@@ -271,7 +271,7 @@ def test_a_lack_of_descriptors_is_never_the_fault_of_a_batch(monkeypatch: pytest
 def test_a_batch_that_lacks_descriptors_for_too_long_is_an_error(
     monkeypatch: pytest.MonkeyPatch, session: bool
 ) -> None:
-    """`WorkerDied` names the resource after the time that a batch may take, although workers can be started."""
+    """After the batch timeout `WorkerDied` names the resource, although workers can be started."""
 
     def mapped(fd: int, size: int) -> Any:
         os.close(fd)
@@ -375,7 +375,7 @@ def test_the_seeds_of_workers_are_int64() -> None:
 
 
 class Remembered:
-    """Samples are how many loaders the worker knows."""
+    """Dataset in which a sample is the number of loaders that the worker stores."""
 
     def __len__(self) -> int:
         return 2
@@ -389,7 +389,7 @@ remembered = Remembered()
 
 
 def test_workers_forget_the_loaders_that_the_server_forgets(start_server: StartServer) -> None:
-    """Each epoch of a client's own order is a loader, which ends with a DELETE: shared workers do not keep them."""
+    """Each epoch with a client-side sampler is a loader, which shared workers remove after its DELETE."""
     pytest.importorskip("torch")
     server = start_server("tests.end_to_end.test_worker_lives:remembered", "--num-workers", "1")
     loader = DataLoader(RemoteDataset(server.url), 2, shuffle=True)

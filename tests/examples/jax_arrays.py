@@ -42,7 +42,7 @@ def types_are_those_that_jax_gives_them(url: str) -> None:
 
 
 def types_are_wide_with_jax_enable_x64(url: str) -> None:
-    """64 bits stay 64 bits."""
+    """Check that 64-bit types are kept with jax_enable_x64."""
     jax.config.update("jax_enable_x64", True)
     types = first_types(url)
     assert types == expected_types()
@@ -56,7 +56,7 @@ def the_context_manager_of_x64_holds_for_batches(url: str) -> None:
 
 
 def an_array_that_is_kept_does_not_change(url: str) -> None:
-    """However often the memory that it was received into is used again."""
+    """Check that a kept array does not change when its receive buffer is reused."""
     loader = DataLoader(RemoteDataset(url, "large"), batch_size=1, output="jax")
     kept = [batch for _ in range(3) for batch in loader]
     assert len(kept) == 120
@@ -65,7 +65,7 @@ def an_array_that_is_kept_does_not_change(url: str) -> None:
 
 
 def a_sampler_gives_batches(url: str) -> None:
-    """Also without torch's BatchSampler."""
+    """Check that a batch sampler works without torch's BatchSampler."""
     loader = DataLoader(RemoteDataset(url, "types"), batch_size=4, sampler=list(range(7)), output="jax")
     assert len(loader) == 2
     assert [batch["int"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6]]

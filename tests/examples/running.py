@@ -37,7 +37,7 @@ def run_example(*arguments: str, ignore: tuple[str, ...] = (), **environment: st
 
 
 def figure(name: str, printed: str) -> float:
-    """The last number that was printed after `name`."""
+    """Return the last number that was printed after `name`."""
     found: list[str] = re.findall(rf"{name} (-?[\d.]+\d)", printed)
     assert found, printed
     return float(found[-1])

@@ -20,14 +20,14 @@ LIGHTNINGS_OWN = ("ignore:`isinstance(treespec:FutureWarning", "ignore:The dirpa
 
 
 def lightning(url: str, folder: Path, *arguments: str) -> str:
-    """Run the example."""
+    """Run the Lightning example."""
     return run_example(
         "examples/with_lightning.py", "--url", url, "--folder", str(folder), *arguments, ignore=LIGHTNINGS_OWN
     )
 
 
 def test_lightning_trains_and_validates(start_server: StartServer, tmp_path: Path) -> None:
-    """Two epochs of 25 batches."""
+    """The Lightning example trains two epochs of 25 batches."""
     need_framework("lightning")
     server = start_server("--demo", "--num-workers", "2")
     printed = lightning(server.url, tmp_path)
@@ -79,7 +79,7 @@ def test_accelerate_on_two_ranks(start_server: StartServer) -> None:
 
 
 def test_jax(start_server: StartServer) -> None:
-    """A jitted loop learns."""
+    """A jitted JAX loop learns."""
     need_framework("jax")
     server = start_server("--demo", "--num-workers", "2")
     printed = run_example("examples/with_jax.py", "--url", server.url)
@@ -89,7 +89,7 @@ def test_jax(start_server: StartServer) -> None:
 
 
 class OfEachType:
-    """Samples with an array of each type that JAX has to do something about."""
+    """Dataset with an array of each dtype that JAX converts."""
 
     def __len__(self) -> int:
         return 8
@@ -106,7 +106,7 @@ class OfEachType:
 
 
 class Large:
-    """Sample i is a MiB of i."""
+    """Dataset in which sample i is a MiB of the value i."""
 
     def __len__(self) -> int:
         return 40

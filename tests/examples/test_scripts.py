@@ -1,4 +1,4 @@
-"""Training scripts that are as they were, but for the line that makes the loader."""
+"""Training scripts in which only the line that creates the loader differs from torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_torch_decides_the_order_of_a_plain_loop(start_server: StartServer) -> N
 
 @pytest.mark.parametrize("arguments", [(), ("--sampler",)], ids=["default", "DistributedSampler"])
 def test_two_ranks_see_each_sample_exactly_once(arguments: tuple[str, ...], free_port: int) -> None:
-    """Every epoch, with equal shares, and in another order each time; the ranks' common model learns."""
+    """Both ranks have equal shards in a new order each epoch, and their common model learns."""
     need("torch")
     printed = run_example("examples/ddp_gloo.py", *arguments, MASTER_PORT=str(free_port))
     epochs = [line for line in printed.splitlines() if line.startswith("epoch")]
@@ -103,7 +103,7 @@ def test_a_cancelled_coroutine_takes_no_batch() -> None:
 def test_the_demos_tables_fit_a_terminal_of_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No heading, name or number is cut."""
+    """No heading, name or number is truncated."""
     monkeypatch.setenv("COLUMNS", "80")
     demo = runpy.run_path(str(ROOT / "examples" / "demo.py"))
     latency = {"p95": 0.01234}

@@ -94,40 +94,40 @@ def _place(at: int | None, body: bytes, rng: random.Random) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """The connection is closed in order (FIN) after `at` bytes of the body."""
+    """Close the connection by FIN after `at` bytes of the body."""
 
     at: int | None = None
 
     def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
-        """The bytes before it."""
+        """Return the bytes before the cut."""
         return body[: _place(self.at, body, rng)], After.FIN
 
 
 @dataclass(frozen=True)
 class Reset:
-    """The connection is reset (RST) after `at` bytes of the body."""
+    """Reset the connection by RST after `at` bytes of the body."""
 
     at: int | None = None
 
     def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
-        """The bytes before it."""
+        """Return the bytes before the reset."""
         return body[: _place(self.at, body, rng)], After.RST
 
 
 @dataclass(frozen=True)
 class Stall:
-    """After `at` bytes of the body nothing more arrives, and the connection stays open."""
+    """Stop sending after `at` bytes of the body, and keep the connection open."""
 
     at: int | None = None
 
     def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
-        """The bytes before it."""
+        """Return the bytes before the stall."""
         return body[: _place(self.at, body, rng)], After.SILENCE
 
 
 @dataclass(frozen=True)
 class Flip:
-    """Bit `bit` of byte `at` of the body is turned."""
+    """Flip bit `bit` of byte `at` of the body."""
 
     at: int | None = None
     bit: int = 0
@@ -140,26 +140,26 @@ class Flip:
 
 @dataclass(frozen=True)
 class Omit:
-    """`count` bytes from byte `at` of the body are missing; the bytes after them follow."""
+    """Omit `count` bytes from byte `at` of the body; the subsequent bytes follow."""
 
     at: int | None = None
     count: int = 1
 
     def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
-        """The body without them."""
+        """Return the body without the omitted bytes."""
         at = _place(self.at, body, rng)
         return body[:at] + body[at + self.count :], After.MORE
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`count` bytes from byte `at` of the body arrive twice."""
+    """Send `count` bytes from byte `at` of the body twice."""
 
     at: int | None = None
     count: int = 64
 
     def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
-        """The body with more bytes than it should have."""
+        """Return the body with the repeated bytes."""
         at = _place(self.at, body, rng)
         return body[: at + self.count] + body[at:], After.MORE
 
@@ -171,7 +171,7 @@ class Rewrite:
     change: Callable[[bytes], bytes]
 
     def apply(self, body: bytes, rng: random.Random) -> tuple[bytes, After]:
-        """The other body."""
+        """Return the replacement of the body."""
         return self.change(body), After.MORE
 
 
@@ -238,16 +238,16 @@ class FaultProxy:
 
     @property
     def armed(self) -> int:
-        """Faults that have not happened yet."""
+        """Number of faults that have not happened yet."""
         return len(self._armed)
 
     @property
     def connections(self) -> int:
-        """Connections that are open now."""
+        """Number of open connections."""
         return len(self._connections)
 
     def drop_all(self, *, reset: bool = True) -> int:
-        """End all connections at once, by RST or FIN; how many there were."""
+        """Close all connections at once by RST or FIN; return their number."""
 
         def drop() -> int:
             dropped = list(self._connections)
@@ -283,7 +283,7 @@ class FaultProxy:
         await self._flows.wait()
 
     def _call(self, action: Callable[[], _Result]) -> _Result:
-        """Do something in the proxy's thread, and wait until it is done."""
+        """Run a function in the proxy's thread, and wait for its result."""
 
         async def run() -> _Result:
             return action()
@@ -422,12 +422,12 @@ class _Connection:
         return After.FIN
 
     def _damaged(self, head: bytes, part: Part) -> bytes:
-        """The head, after the fault that is armed for it."""
+        """Return the head after applying the fault that is armed for it."""
         fault = self._proxy.take(self._asked, part)
         return head if fault is None else fault.apply(head, self._proxy.rng)[0]
 
     async def _copy(self, reader: asyncio.StreamReader, to: asyncio.Queue[_Parcel], count: int | None) -> None:
-        """Pass so many bytes, or all until the end."""
+        """Pass a number of bytes, or all until the end."""
         while count is None or count > 0:
             chunk = await reader.read(_CHUNK if count is None else min(_CHUNK, count))
             if not chunk:
@@ -474,7 +474,7 @@ class _Connection:
             self._active = self._loop.time()
 
     async def _watch(self) -> None:
-        """End when the connection is idle for longer than the line allows."""
+        """Close the connection when it is idle for longer than the line allows."""
         while True:
             limit = self._proxy.line.idle_limit
             if limit is not None and self._loop.time() - self._active >= limit:

@@ -46,22 +46,22 @@ class Hundred(BaseHTTPRequestHandler):
         self.wfile.write(BODY[50:])
 
     def log_message(self, *args: object) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Threads end with the test."""
+    """Server whose threads end with the test."""
 
     daemon_threads = True
     allow_reuse_address = True
 
     def handle_error(self, *args: object) -> None:
-        """Silent: connections are broken here on purpose."""
+        """Ignore errors: tests break connections on purpose."""
 
 
 @contextmanager
 def proxied(handler: type[socketserver.BaseRequestHandler]) -> Iterator[FaultProxy]:
-    """A server behind a proxy."""
+    """Run a server behind a proxy."""
     with Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -75,7 +75,7 @@ def proxied(handler: type[socketserver.BaseRequestHandler]) -> Iterator[FaultPro
 
 
 def connect(proxy: FaultProxy) -> socket.socket:
-    """A client."""
+    """Return a connected socket."""
     return socket.create_connection(("127.0.0.1", proxy.port), timeout=10)
 
 
@@ -100,7 +100,7 @@ def get(client: socket.socket, path: str = "/batches") -> bytes:
     "line", [Line(), Line(slice=1), Line(bandwidth=1e6), Line(latency=0.01), Line(latency=0.01, slice=7)], ids=repr
 )
 def test_a_line_passes_every_byte_in_order(line: Line) -> None:
-    """However it is sliced, delayed or held up."""
+    """Slicing, delay and bandwidth do not change the bytes."""
     sent = bytes(range(256)) * 20
     with proxied(Echo) as proxy, connect(proxy) as client:
         proxy.line = line
@@ -109,7 +109,7 @@ def test_a_line_passes_every_byte_in_order(line: Line) -> None:
 
 
 def test_latency_is_on_both_ways() -> None:
-    """A round trip takes it twice."""
+    """A round trip takes twice the latency."""
     with proxied(Echo) as proxy, connect(proxy) as client:
         proxy.line = Line(latency=0.1)
         started = time.monotonic()
@@ -119,7 +119,7 @@ def test_latency_is_on_both_ways() -> None:
 
 
 def test_bandwidth_is_the_bytes_of_a_second() -> None:
-    """20 kB at 100 kB/s take 0.2 s."""
+    """At 100 kB/s, 20 kB take 0.2 s."""
     with proxied(Echo) as proxy, connect(proxy) as client:
         proxy.line = Line(bandwidth=1e5)
         started = time.monotonic()
@@ -129,7 +129,7 @@ def test_bandwidth_is_the_bytes_of_a_second() -> None:
 
 
 def test_slices_arrive_one_by_one() -> None:
-    """A reader gets no more than the slice at once."""
+    """One read returns at most one slice."""
     with proxied(Echo) as proxy, connect(proxy) as client:
         proxy.line = Line(slice=1, latency=0.001)
         client.sendall(b"abcd")
@@ -154,7 +154,7 @@ def test_a_silent_line_accepts_and_passes_nothing_until_it_flows() -> None:
 
 
 def test_an_idle_connection_is_cut_and_a_busy_one_is_not() -> None:
-    """After the limit, in order."""
+    """An idle connection is closed by FIN after the limit; a busy one is not."""
     with proxied(Echo) as proxy, connect(proxy) as client:
         proxy.line = Line(idle_limit=0.3)
         for _ in range(8):
@@ -211,7 +211,7 @@ def test_a_server_that_is_not_there_is_a_reset() -> None:
     ],
 )
 def test_a_fault_happens_to_one_answer(fault: Fault, arrives: bytes) -> None:
-    """To the body, and the head is untouched."""
+    """A fault changes the body of one response, and not its head."""
     with proxied(Hundred) as proxy, connect(proxy) as client:
         proxy.arm(fault)
         assert get(client) == arrives
@@ -222,7 +222,7 @@ def test_a_fault_happens_to_one_answer(fault: Fault, arrives: bytes) -> None:
 
 
 def test_a_reset_comes_in_the_middle() -> None:
-    """ECONNRESET, after some of the bytes or before the client came to read them."""
+    """The client gets ECONNRESET, after some of the bytes or before it reads them."""
     with proxied(Hundred) as proxy, connect(proxy) as client:
         proxy.arm(Reset(30))
         with pytest.raises(ConnectionResetError):
@@ -265,7 +265,7 @@ def test_a_fault_waits_for_the_path_that_it_is_armed_for() -> None:
 
 
 def test_a_place_that_is_left_open_is_the_seeds() -> None:
-    """The same seed, the same byte."""
+    """The same seed selects the same byte."""
 
     def damaged() -> bytes:
         with proxied(Hundred) as proxy, connect(proxy) as client:

@@ -23,7 +23,7 @@ SHOWN: Final = 400
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit status."""
+    """Run the command; return the exit status."""
     options = _parse(arguments)
     findings = 0
     for part in PARTS if options.part == "all" else (options.part,):
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(watch: Watch, mutate: Callable[[Random], bytes], seed: int, numbers: range) -> None:
-    """The executions of these numbers. Each is a function of seed and number, so it can be run again alone."""
+    """Run the executions with these numbers, each a function of seed and number, so that one can be repeated alone."""
     with watch.on():
         for number in numbers:
             watch.execute(number, mutate(Random(f"{seed}/{number}")))

@@ -70,13 +70,13 @@ class _Meta(type):
 
 
 class Watching(metaclass=_Meta):
-    """Its class has code that runs when the class is looked at."""
+    """Class whose metaclass records accesses."""
 
     x = 0
 
 
 class Counting:
-    """Holds another class."""
+    """Class with a nested class."""
 
     @dataclass
     class Inner:
@@ -90,7 +90,7 @@ class Counting:
 
 
 class Subscribed(tuple[Any, ...]):
-    """Looks like a namedtuple."""
+    """Class that resembles a namedtuple."""
 
     _fields = ("x", "y")
 

@@ -127,7 +127,7 @@ def healthy_client(url: str) -> Iterator[Attack]:
 
 
 def attack_raw(url: str, connections: int, seed: int) -> list[str]:
-    """Send garbage on so many connections; the findings."""
+    """Send garbage on a number of connections; return the findings."""
     attack, began = Attack(), time.perf_counter()
     keys = registered(url)
     for number in range(connections):
@@ -155,7 +155,7 @@ def registered(url: str) -> list[str]:
 
 
 def exchange(url: str, data: bytes) -> list[int]:
-    """Send, and read until the server is silent or closes; the statuses that came, or [0] for none."""
+    """Send data, and read until the server is idle or closes; return the statuses, or [0] without any."""
     with Raw(url) as connection:
         connection.socket.settimeout(PATIENCE)
         connection.send(data)
@@ -169,13 +169,13 @@ def exchange(url: str, data: bytes) -> list[int]:
 
 
 def _broken_request(random: Random, keys: list[str]) -> bytes:
-    """HTTP that is broken somewhere."""
+    """Return an invalid HTTP request."""
     requests = _requests(keys)
     return mutate_bytes(random, random.choice(requests), requests)
 
 
 def _broken_body(random: Random, keys: list[str]) -> bytes:
-    """Right HTTP with index lists that are broken."""
+    """Return a valid HTTP request with an invalid index list."""
     body = frames.mutate_list(random, keys[-1])
     return _request("POST", f"/v1/loaders/{keys[-1]}/epochs/0/batches?start=0", body)
 
@@ -215,7 +215,7 @@ def _request(method: str, path: str, body: bytes = b"", headers: str = "") -> by
 
 
 def attack_documented(url: str, seed: int, seconds: int) -> list[str]:
-    """Let schemathesis make requests of the OpenAPI page; the findings."""
+    """Let schemathesis derive requests from the OpenAPI page; return the findings."""
     if importlib.util.find_spec("schemathesis") is None:
         print("endpoints, schemathesis: skipped, it is not installed (pip install --group fuzz)")
         return []

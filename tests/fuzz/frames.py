@@ -68,7 +68,7 @@ def read(data: bytes) -> str:
 
 @cache
 def corpus() -> tuple[bytes, ...]:
-    """Valid frames of every kind."""
+    """Return valid frames of every kind."""
     frames = [to_bytes(_ADDRESS, batch, checksum=checksum) for batch in _batches() for checksum in (True, False)]
     frames += [to_bytes(_ADDRESS, batch, compression=how) for batch in _batches()[:6] for how in ("zstd", "lz4")]
     frames += [
@@ -126,7 +126,7 @@ def mutate(random: Random, data: bytes | None = None) -> bytes:
 
 
 def mutate_list(random: Random, key: str) -> bytes:
-    """A body that lists the indices of the first batches of a loader, mostly hostile."""
+    """Return a body with index lists for the first batches of a loader, mostly hostile."""
     several = [to_bytes(BatchId(key, 0, k), [k, k + 1, 63]) for k in range(random.randint(1, 3))]
     if random.random() < 0.8:
         at = random.randrange(len(several))
@@ -135,7 +135,7 @@ def mutate_list(random: Random, key: str) -> bytes:
 
 
 def repaired(data: bytes) -> bytes:
-    """`data` with a size and a checksum that are right, as far as it has a prologue to state them in."""
+    """Return `data` with a valid size and checksum, if its prologue has room for them."""
     if len(data) < codec.PROLOGUE_SIZE:
         return data
     data = data + bytes(-len(data) % codec.ALIGNMENT)
@@ -147,7 +147,7 @@ def repaired(data: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Parts:
-    """A frame, taken apart."""
+    """Parts of a frame."""
 
     header: dict[str, Any]
     arrays: list[bytes]
@@ -191,7 +191,7 @@ class Parts:
 
 
 def _pad(body: bytearray, after: int) -> None:
-    """The bin8 of zeros before an array or the end."""
+    """Return the bin8 of zeros before an array or the end."""
     end = codec.PROLOGUE_SIZE + len(body) + 2 + after
     size = -end % codec.ALIGNMENT
     body += bytes((0xC4, size)) + bytes(size)
@@ -210,7 +210,7 @@ _HEAD: Final = {"loader": _ADDRESS.loader, "epoch": _ADDRESS.epoch, "batch": _AD
 
 @cache
 def _single() -> tuple[bytes, ...]:
-    """The frames of the corpus that stand alone."""
+    """Return the frames of the corpus that are complete on their own."""
     return tuple(frame for frame in corpus() if codec.frame_size(frame[: codec.PROLOGUE_SIZE]) == len(frame))
 
 
@@ -239,7 +239,7 @@ def _break_header(random: Random, parts: Parts) -> None:
 
 
 def _add_arrays(random: Random, parts: Parts) -> None:
-    """More arrays than the tree declares, or of other sizes."""
+    """Add more arrays than the tree declares, or arrays of other sizes."""
     array = random.randbytes(random.choice((0, 1, 8, 63, 64, 4096)))
     at = random.randint(0, len(parts.arrays))
     if parts.arrays and random.random() < 0.7:

@@ -28,7 +28,7 @@ SLOWER = 5
 
 
 def main(executions: int, seed: int, result: Path) -> None:
-    """Run; ends the process."""
+    """Run the fuzzer, which exits the process."""
     watch = Watch(frames.read, frames.REFUSALS, most_cpu=SLOWER * CPU_LIMIT)
 
     def execute(data: bytes) -> None:

@@ -20,7 +20,7 @@ KNOWN_SHARE: Final = 0.75
 
 @schemathesis.hook
 def map_path_parameters(context: Any, path_parameters: dict[str, Any]) -> dict[str, Any]:
-    """Known loaders, and small numbers of epochs and batches, in three of four requests."""
+    """Use known loaders, and small numbers of epochs and batches, in three of four requests."""
     random = Random(repr(path_parameters))
     known = {"key": random.choice(KEYS), "epoch": random.choice((0, 0, 1)), "k": random.randrange(20), "name": "rows"}
     for name in path_parameters or {}:
@@ -31,7 +31,7 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any]) -> dict[s
 
 @schemathesis.hook
 def map_query(context: Any, query: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Ranges that a loader has."""
+    """Use small ranges in half of the requests."""
     random = Random(repr(query))
     if query and random.random() < 0.5:
         query["start"] = random.choice((0, 0, random.randrange(16)))
@@ -42,7 +42,7 @@ def map_query(context: Any, query: dict[str, Any] | None) -> dict[str, Any] | No
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Specs of the dataset that is hosted."""
+    """Use the hosted dataset in most specs."""
     if isinstance(body, dict) and "dataset" in body and Random(repr(body)).random() < KNOWN_SHARE:
         body["dataset"] = "rows"
         if Random(repr(body)).random() < KNOWN_SHARE:
@@ -52,5 +52,5 @@ def map_body(context: Any, body: Any) -> Any:
 
 @schemathesis.serializer(FRAME_MEDIA_TYPE)
 def frames_of(context: Any, value: Any) -> bytes:
-    """Index lists, most of them broken."""
+    """Return index lists, most of them invalid."""
     return frames.mutate_list(Random(json.dumps(value, default=repr)), KEYS[-1])

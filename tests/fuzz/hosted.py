@@ -10,7 +10,7 @@ BATCH_SIZE = 4
 
 
 class Rows:
-    """Sample i is a row of i."""
+    """Dataset in which sample i is a row of i."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -22,5 +22,5 @@ class Rows:
 
 
 def rows() -> Rows:
-    """Factory."""
+    """Return the dataset."""
     return Rows()

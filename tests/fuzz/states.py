@@ -30,7 +30,7 @@ class Unclear(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Something that reads JSON from elsewhere."""
+    """Reader of JSON from another process."""
 
     name: str
     read: Callable[[Any], str]
@@ -60,7 +60,7 @@ REFUSALS: Final = (TeleloaderError,)
 
 
 def mutate(random: Random) -> bytes:
-    """The JSON of something valid, changed; with the name of the reader before it."""
+    """Return mutated valid JSON, preceded by the name of its reader."""
     reader = random.choice(READERS)
     tree = mutate_tree(random, random.choice(reader.seeds), [seed for r in READERS for seed in r.seeds], _HOSTILE)
     text = text_of(tree)
@@ -142,7 +142,7 @@ def _read_problem(body: bytes) -> str:
 
 
 def _identity_of(fields: Any) -> tuple[dict[str, Any], int | None]:
-    """The loader that the state may have been of."""
+    """Return the identity of a loader to which the state may belong."""
     order = fields.get("order") if isinstance(fields, dict) else None
     if order == "client":
         return _CLIENT, None

@@ -1,4 +1,4 @@
-"""A short run of each fuzzer, the same each time; ``python -m tests.fuzz`` runs longer."""
+"""A short, reproducible run of each fuzzer; ``python -m tests.fuzz`` runs longer."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_what_breaks_a_rule_is_found() -> None:
 
 @pytest.fixture
 def server(start_server: StartServer) -> ServerProcess:
-    """A server to attack."""
+    """Run a server to attack."""
     return start_server("rows=tests.fuzz.hosted:rows", "--num-workers", "1")
 
 
 def test_a_server_stands_garbage(server: ServerProcess) -> None:
-    """Broken HTTP and broken index lists: no 5xx, no traceback, and a client beside it gets each batch exactly."""
+    """Invalid HTTP and index lists cause no 5xx and no traceback, and another client receives correct batches."""
     with endpoints.healthy_client(server.url) as client:
         found = endpoints.attack_raw(server.url, 150, 0)
     assert found + client.findings + endpoints.examine(server) == []

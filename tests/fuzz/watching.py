@@ -58,7 +58,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Memory is traced in here."""
+        """Trace memory inside the block."""
         tracemalloc.start()
         try:
             yield
@@ -67,7 +67,7 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def execute(self, number: int, data: bytes) -> None:
-        """Run the target on `data`, which is the input of that number."""
+        """Run the target on `data`, the input with the given number."""
         if self.executions % BETWEEN_ALARMS == 0:
             faulthandler.dump_traceback_later(HANG, exit=True)
         self.executions += 1
@@ -101,7 +101,7 @@ class Watch:
 
 
 def _most_resident() -> int:
-    """The most memory that the process ever had, in bytes."""
+    """Return the process's peak resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -18,19 +18,19 @@ MUST_BE_REAL = os.environ.get("TELELOADER_GPU") == "1"
 
 
 class RealGpu:
-    """The current CUDA device."""
+    """Real GPU: the current CUDA device."""
 
     is_real = True
     name = "cuda"
 
     def delay(self) -> None:
-        """Hold up the current stream for about 50 ms."""
+        """Delay the current stream by about 50 ms."""
         import torch
 
         torch.cuda._sleep(100_000_000)
 
     def finish(self) -> None:
-        """Wait until everything has run."""
+        """Wait until all work has run."""
         import torch
 
         torch.cuda.synchronize()
@@ -51,7 +51,7 @@ class RealGpu:
 
 
 class SimulatedGpu:
-    """The device of `tests.gpu.simulated`."""
+    """Simulated GPU: the device of `tests.gpu.simulated`."""
 
     is_real = False
     name = "simulated"
@@ -60,11 +60,11 @@ class SimulatedGpu:
         self.machine = machine
 
     def delay(self) -> None:
-        """Hold up the current stream until `finish`."""
+        """Delay the current stream until `finish`."""
         self.machine.delay()
 
     def finish(self) -> None:
-        """Run everything."""
+        """Run all work."""
         self.machine.finish()
 
     def snapshot(self, tensor: Any) -> Any:
@@ -82,7 +82,7 @@ class SimulatedGpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpu | SimulatedGpu]:
-    """An accelerator."""
+    """Return an accelerator."""
     need("torch")
     import torch
 

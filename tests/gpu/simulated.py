@@ -41,7 +41,7 @@ class Moment:
 
 
 class Queue:
-    """A stream: operations in order."""
+    """Stream: operations in order."""
 
     def __init__(self, device: Any = None, machine: Machine | None = None) -> None:
         self.machine = machine or Machine.active
@@ -67,7 +67,7 @@ class Queue:
 
 
 class Event:
-    """A point in a stream."""
+    """Point in a stream."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.moment: Moment | None = None
@@ -95,7 +95,7 @@ class Event:
 
 
 class Block:
-    """Memory that an allocator recycles; it is never given back to the system."""
+    """Memory that an allocator reuses and never returns to the system."""
 
     def __init__(self, nbytes: int, stream: Queue | None = None) -> None:
         self.data: NDArray[np.uint8] = np.full(nbytes, GARBAGE, np.uint8)
@@ -118,7 +118,7 @@ class Block:
 
 
 class Machine:
-    """The host and its devices; `active` while a test runs on it."""
+    """Host and its devices; `active` while a test runs on it."""
 
     active: Machine
 
@@ -176,13 +176,13 @@ class Machine:
                 progress |= self._reuse(block)
 
     def delay(self) -> None:
-        """Hold up the current stream until `finish`."""
+        """Delay the current stream until `finish`."""
         gate = Moment()
         self.gates.append(gate)
         self.current_stream().wait_for(lambda: gate.has_passed)
 
     def finish(self) -> None:
-        """End all delays and run everything."""
+        """End all delays and run all work."""
         with self.lock:
             for gate in self.gates:
                 gate.has_passed = True
@@ -190,7 +190,7 @@ class Machine:
             assert not any(stream.operations for stream in self.streams)
 
     def fail_if_broken(self) -> None:
-        """Raise as the driver does after a device-side assertion."""
+        """Raise the driver's error after a device-side assertion."""
         if self.broken:
             raise RuntimeError("CUDA error: device-side assert triggered")
 
@@ -227,7 +227,7 @@ class Machine:
             self._reuse(block)
 
     def _reuse(self, block: Block) -> bool:
-        """Give a block back to its allocator if all uses have passed."""
+        """Return a block to its allocator if all uses have passed."""
         if not all(use.has_passed for use in block.uses):
             return False
         self.freed.remove(block)
@@ -325,7 +325,7 @@ class Module:
 
     @staticmethod
     def set_device(index: int) -> None:
-        """Make a device the current one of the calling thread."""
+        """Make a device the calling thread's current one."""
         Machine.active.fail_if_broken()
         Machine.active.local.device = index
 

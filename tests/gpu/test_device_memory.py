@@ -43,7 +43,7 @@ def sample_of_every_type(i: int) -> dict[str, Any]:
 
 
 def test_every_type_arrives_on_the_device(gpu: Any) -> None:
-    """200 batches, kept to the end: tensors on the device, the rest as it was, and every value right."""
+    """All values of 200 kept batches are right: tensors are on the device, and other values unchanged."""
     dataset = [sample_of_every_type(i) for i in range(200)]
     kept = list(DataLoader(dataset, 1, num_workers=1, device=gpu.name, collate_fn=list))
     assert len(kept) == 200
@@ -71,7 +71,7 @@ def test_every_type_arrives_on_the_device(gpu: Any) -> None:
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("size", SIZES)
 def test_memory_is_not_reused_while_the_loop_computes_on_it(gpu: Any, size: str, compression: Any) -> None:
-    """The loop's stream is behind, each batch is used and dropped: later copies do not overwrite it."""
+    """Later copies do not overwrite dropped batches that the loop's stream still uses."""
     samples = rows(100, SIZES[size] // 3)
     with serve(samples, num_workers=1) as url:
         seen = []
@@ -120,7 +120,7 @@ def test_each_step_may_use_another_stream(gpu: Any) -> None:
 
 
 def test_another_thread_may_go_on(gpu: Any) -> None:
-    """next() in a thread that did not call iter()."""
+    """next() may be called in a thread other than that of iter()."""
     samples = rows(20, 50_000)
     seen: list[Any] = []
     with serve(samples, num_workers=1) as url:
@@ -188,7 +188,7 @@ def test_copies_are_measured(gpu: Any) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_batches_of_the_calling_thread_are_copied(gpu: Any, size: str) -> None:
-    """Without workers, a batch is copied when the loop takes it, and is used at once and dropped."""
+    """Without workers, a batch is copied in next(), and can be used immediately and dropped."""
     samples = rows(20, SIZES[size] // 3)
     loader = DataLoader(samples, 2, device=gpu.name, device_transform=lambda batch: {"batch": batch})
     seen = []
@@ -203,7 +203,7 @@ def test_batches_of_the_calling_thread_are_copied(gpu: Any, size: str) -> None:
 
 
 def test_devices_are_named_in_any_way(gpu: Any) -> None:
-    """A string, a torch.device or an index; "cpu" and None are main memory; it can be changed between epochs."""
+    """A device is a string, torch.device or index; "cpu" and None mean main memory; it may change between epochs."""
     import torch
 
     with serve(rows(4, 100), num_workers=1) as url:

@@ -24,7 +24,7 @@ SIZES = {"grouped": 300, "small": 40_000, "whole": 1_500_000}
 
 
 def rows(count: int, size: int) -> list[np.ndarray[Any, Any]]:
-    """Samples of random bytes."""
+    """Return samples of random bytes."""
     return list(np.random.default_rng(7).integers(0, 256, (count, size), np.uint8))
 
 
@@ -92,7 +92,7 @@ def test_batches_of_the_calling_thread_are_pinned(gpu: Any, size: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_batches_that_are_kept_do_not_change(gpu: Any, size: str) -> None:
-    """Also on the host, while all others are dropped."""
+    """Kept batches do not change on the host either, while all others are dropped."""
     samples = rows(60, SIZES[size])
     with serve(samples, num_workers=1) as url:
         kept = [batch for k, batch in enumerate(DataLoader(RemoteDataset(url), 2, pin_memory=True)) if k % 3 == 0]
@@ -104,11 +104,11 @@ def test_batches_that_are_kept_do_not_change(gpu: Any, size: str) -> None:
 
 @pytest.mark.parametrize("size", ["small", "whole"])
 def test_leaving_an_epoch_releases_no_memory_that_is_read(gpu: Any, size: str) -> None:
-    """Copies that are under way when a loop is left, or when a batch is an error, end well."""
+    """Copies in progress complete correctly if a loop ends early or a batch is an error."""
     samples = rows(24, SIZES[size])
 
     class Failing:
-        """Sample 10 is an error."""
+        """Dataset whose sample 10 fails."""
 
         def __len__(self) -> int:
             return len(samples)
@@ -199,7 +199,7 @@ def test_memory_is_pinned_for_the_device_of_the_training_loop(simulated_gpu: Any
 
 
 def test_pinned_memory_has_a_limit(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above it batches arrive in pageable memory, right all the same, and stats() counts them."""
+    """Above the limit, batches arrive correctly in pageable memory, and stats() counts them."""
     monkeypatch.setattr("teleloader.tensors.pinned._budget", PinnedBudget(4 * 2**20))
     samples = rows(16, 1_000_000)
     with serve(samples, num_workers=1) as url:

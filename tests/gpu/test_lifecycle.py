@@ -26,13 +26,13 @@ from tests.gpu.test_transforms import number_of, numbers
 
 
 def stagers() -> list[threading.Thread]:
-    """The threads that copy batches."""
+    """Return the threads that copy batches."""
     return [thread for thread in threading.enumerate() if thread.name == "teleloader-stager"]
 
 
 @pytest.mark.parametrize("end", ["exhausted", "left", "collected in another thread"])
 def test_a_stager_ends_with_its_iterator(gpu: Any, end: str) -> None:
-    """However that ends, within a moment, without a wait for the device."""
+    """The thread ends soon after its iterator ends in any way, without waiting for the device."""
     with serve(rows(20, 50_000), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 2, device=gpu.name)
         for _ in range(3):
@@ -136,7 +136,7 @@ def test_a_device_side_assertion_ends_the_process_with_its_own_error(real_gpu: A
 
 
 def test_a_fork_keeps_what_belongs_to_its_parent(gpu: Any) -> None:
-    """A forked process drops no device memory of its parent's: the driver does not work there."""
+    """A forked process does not free its parent's device memory, since the driver does not work there."""
     with serve(numbers(10), num_workers=1) as url:
         loader = DataLoader(RemoteDataset(url), 1, device=gpu.name)
         batches = iter(loader)
@@ -178,7 +178,7 @@ def test_a_graph_is_captured_while_batches_arrive(real_gpu: Any) -> None:
 
 
 class Interruption(BaseException):
-    """Raised by a signal handler."""
+    """Exception of a signal handler."""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # exceptions that hit a finalizer
@@ -195,7 +195,7 @@ def test_exceptions_of_signal_handlers_lose_no_batch(gpu: Any, where: str) -> No
             raise Interruption
 
     class Stream:
-        """An iterable-style dataset."""
+        """Iterable-style dataset."""
 
         def __iter__(self) -> Any:
             return iter(numbers(600))

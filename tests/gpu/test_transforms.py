@@ -1,4 +1,4 @@
-"""device_transform is code of the training loop: its thread, stream, modes and generators, once for each batch."""
+"""device_transform runs in the training loop: in its thread, stream, modes and generators, once per batch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def numbers(count: int) -> list[Any]:
 
 
 def number_of(gpu: Any, batch: Any) -> int:
-    """The index that a batch on the device holds."""
+    """Return the index in a batch on the device."""
     shot = gpu.snapshot(batch)
     gpu.finish()
     return int(np.frombuffer(gpu.host(shot), np.int64)[0])
 
 
 def test_a_transform_runs_on_the_stream_and_in_the_thread_of_next(gpu: Any) -> None:
-    """Once for each batch, in order, and not before the loop requests the batch."""
+    """The transform runs once per batch, in order, and not before the loop requests the batch."""
     import torch
 
     module: Any = torch.get_device_module(gpu.name)
@@ -52,7 +52,7 @@ def test_a_transform_runs_on_the_stream_and_in_the_thread_of_next(gpu: Any) -> N
 
 
 def test_a_transform_sees_what_the_loop_has_written(real_gpu: Any) -> None:
-    """Weights that an earlier kernel of the loop is still to write."""
+    """The transform uses weights that an earlier kernel of the loop has yet to write."""
     import torch
 
     weights = torch.zeros(1, device="cuda", dtype=torch.int64)

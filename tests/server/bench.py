@@ -35,7 +35,7 @@ class Made:
 
 
 class Cursor:
-    """Numbers without end, ten in each epoch, yielded by the dataset itself."""
+    """Infinite dataset of numbers, ten per epoch, which is its own iterator."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -51,14 +51,14 @@ class Cursor:
 
 
 class KeptCursor(Cursor):
-    """The same, with a state."""
+    """Dataset like `Cursor`, with a state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
+        """Return the position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Continue from the state's position."""
         self.position = state["position"]
 
 
@@ -84,7 +84,7 @@ class Bench:
         self.loading = Loading({"data": hosted}, worker, max_batch_bytes, began=self.began.append, seeds=seeds)
 
     def frame(self, batch: int = 0, epoch: int = 0, *, indices: Any = None, **spec: Any) -> Frame:
-        """The frame of a batch, decoded."""
+        """Return the decoded frame of a batch."""
         self.places.clear()
         if indices is not None:
             spec = {"order": "client", "session": "mine", **spec}
@@ -131,7 +131,7 @@ def raising(error: BaseException) -> Made:
 
 
 class Bulk(Made):
-    """A dataset that reads several samples at once."""
+    """Dataset that reads several samples at once."""
 
     def __init__(self) -> None:
         super().__init__(lambda index: index)

@@ -61,7 +61,7 @@ def test_an_empty_file_lists_no_tokens() -> None:
 
 
 def test_no_token_has_the_name_of_clients_without_one() -> None:
-    """Quotas are kept by name: strangers would share the quota, and count as authenticated."""
+    """Quotas use names: strangers would share the quota, and count as authenticated."""
     with pytest.raises(ConfigError, match=r"reserved token name 'anyone' in tokens\.toml"):
         parse_tokens(f'[anyone]\ntoken = "{SECRET}"\nscopes = ["read"]\n', "tokens.toml")
 
@@ -219,13 +219,13 @@ def test_what_a_page_of_another_site_causes_is_refused(
 
 @pytest.fixture
 def app() -> FastAPI:
-    """A server's application."""
+    """Return a server's application."""
     limits = Limits()
     return create_app(LoaderService(ObjectPools(lambda: {"x": host([1], name="x")}, limits), limits))
 
 
 def endpoints(routes: list[Any]) -> Iterator[Route]:
-    """All that is served."""
+    """Yield all routes of the application."""
     for route in routes:
         inner = getattr(route, "original_router", None)
         if isinstance(inner, APIRouter):  # how later releases of FastAPI include a router
@@ -252,7 +252,7 @@ def test_every_endpoint_declares_who_may_ask(app: FastAPI) -> None:
 
 
 def test_an_endpoint_that_declares_nothing_is_not_served() -> None:
-    """The server does not even start with it."""
+    """A server with such an endpoint does not start."""
     router = APIRouter(route_class=GuardedRoute)
     with pytest.raises(LookupError, match="declares no required scope"):
 
@@ -270,7 +270,7 @@ def test_a_route_that_is_described_is_guarded(app: FastAPI) -> None:
 
 
 def scope(authorization: str | None = None, **headers: str) -> dict[str, Any]:
-    """A request."""
+    """Return the ASGI scope of a request."""
     found = {**headers} if authorization is None else {"authorization": authorization, **headers}
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in found.items()]
     return {"method": "GET", "headers": raw, "scheme": "http", "server": ("127.0.0.1", 8000), "client": ("10.0.0.9", 5)}
@@ -278,7 +278,7 @@ def scope(authorization: str | None = None, **headers: str) -> dict[str, Any]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which only the test changes."""
+    """Replace the time by one that only the test changes."""
     now = [1_000_000.0]
     monkeypatch.setattr("teleloader_server.auth.authenticator.time.time", lambda: now[0])
     monkeypatch.setattr("teleloader_server.auth.authenticator.time.monotonic", lambda: now[0])
@@ -286,7 +286,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def look_twice(authenticator: Authenticator) -> None:
-    """Let an authenticator look at its files as a server does every second, until a change that is over was applied."""
+    """Make an authenticator check its files until a completed change applies, as a server does every second."""
     for _ in range(2):
         authenticator.reload_if_changed()
 
@@ -417,7 +417,7 @@ def test_an_invalid_file_changes_nothing(
 def test_a_server_does_not_start_with_a_file_without_tokens(
     tmp_path: Path, kind: Callable[[Path], TokenFile], content: str | None
 ) -> None:
-    """At the start, a wrong path is more probable than the wish to refuse all clients."""
+    """At startup, a wrong path is more probable than the intention to reject all clients."""
     file = tmp_path / "tokens.toml"
     if content is not None:
         file.write_text(content)
@@ -499,7 +499,7 @@ def test_tokens_of_several_sources_differ(
     ["", "Bearer", "Bearer ", "Basic abc", SECRET, f"Bearer {SECRET}x", f"Bearer {SECRET[:-1]}", "Bearer \xff"],
 )
 def test_anything_else_is_no_token(tmp_path: Path, header: str) -> None:
-    """However near it comes."""
+    """Values similar to a token are rejected."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     with pytest.raises(Unauthorized):
         RequestCaller(authenticator, scope(header)).admit("read")
@@ -550,7 +550,7 @@ def cookie_of(header: str) -> str:
 
 
 def test_a_session_stands_for_its_token(tmp_path: Path, clock: list[float]) -> None:
-    """In a cookie that scripts cannot read and other sites cannot use, and that does not hold the token."""
+    """The cookie is not accessible to scripts and other sites, and does not contain the token."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     principal, header = authenticator.sign_in(SECRET, scope())
     assert principal.name == "trainer"
@@ -565,7 +565,7 @@ def test_a_session_stands_for_its_token(tmp_path: Path, clock: list[float]) -> N
 
 
 def test_a_session_ends_when_its_token_is_told_to(tmp_path: Path, clock: list[float]) -> None:
-    """Though the token had longer when the session began."""
+    """The session ends at the token's new expiry, which is earlier than that at sign-in."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     asking = scope(cookie=cookie_of(authenticator.sign_in(SECRET, scope())[1]))
     (tmp_path / "tokens.toml").write_text(one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:50Z"))
@@ -585,7 +585,7 @@ def test_under_tls_the_cookie_is_of_this_host_only(tmp_path: Path) -> None:
 
 
 def test_a_session_ends_with_its_token_and_after_a_day(tmp_path: Path, clock: list[float]) -> None:
-    """12 hours at most; and at once when the token is removed."""
+    """A session ends after 12 hours, and immediately when its token is removed."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     first, second = (scope(cookie=cookie_of(authenticator.sign_in(SECRET, scope())[1])) for _ in range(2))
     clock[0] += 12 * 3600 - 1
@@ -611,7 +611,7 @@ def test_a_wrong_token_opens_no_session(tmp_path: Path) -> None:
 
 
 def test_sessions_are_bounded(tmp_path: Path) -> None:
-    """The oldest of the same token gives way, and of all when there are very many."""
+    """Beyond the limit of a token, or of all sessions, the oldest session ends."""
     tokens = [f"{number:020}" for number in range(10)]
     authenticator = gate_of(
         tmp_path, "".join(f'[t{n}]\ntoken = "{token}"\nscopes = {SCOPES}\n' for n, token in enumerate(tokens))

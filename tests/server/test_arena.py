@@ -53,14 +53,14 @@ def open_descriptors() -> int:
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 100_000, 2**20, 2**20 + 1, 5_000_000])
 def test_a_slot_has_room_for_what_was_asked(nbytes: int) -> None:
-    """At least so much, writable, and at most a quarter or a page more."""
+    """A slot is writable, has at least the requested size, and exceeds it by at most a quarter or a page."""
     slot = Server().arena.take(nbytes)
     assert nbytes <= len(slot.memory) <= max(nbytes + PAGE, nbytes * 5 // 4)
     slot.memory[:nbytes] = 1
 
 
 def test_memory_begins_where_arrays_must() -> None:
-    """A frame's alignment counts from a multiple of 64."""
+    """Slots start at a multiple of 64, as a frame's alignment requires."""
     assert Server().arena.take(100).memory.ctypes.data % 64 == 0
 
 
@@ -76,7 +76,7 @@ def test_sizes_are_few_and_close() -> None:
 
 
 def test_a_slot_that_was_given_back_is_used_again() -> None:
-    """Batches of much the same size need no new memory."""
+    """Batches of similar sizes need no new memory."""
     server = Server()
     first = server.arena.take(1_000_000)
     server.arena.give_back(first.number)
@@ -86,7 +86,7 @@ def test_a_slot_that_was_given_back_is_used_again() -> None:
 
 
 def test_a_slot_in_use_is_given_to_nobody_else() -> None:
-    """Two batches at a time have two slots."""
+    """Two concurrent batches have two slots."""
     server = Server()
     first, second = server.arena.take(PAGE), server.arena.take(PAGE)
     assert first.number != second.number
@@ -96,7 +96,7 @@ def test_a_slot_in_use_is_given_to_nobody_else() -> None:
 
 
 def test_the_smallest_fitting_slot_is_used() -> None:
-    """A large slot is kept for a large batch."""
+    """Large slots are reserved for large batches."""
     server = Server()
     large, small = server.arena.take(100 * PAGE), server.arena.take(60 * PAGE)
     for slot in (large, small):
@@ -149,7 +149,7 @@ def test_memory_in_use_does_not_count_as_free() -> None:
 
 
 def test_a_slot_keeps_no_descriptor_open() -> None:
-    """Thousands of slots do not use up a process's descriptors: the mapping alone holds the memory."""
+    """The mapping alone keeps the memory, so that thousands of slots need no descriptors."""
     arena = Arena(2**30, lambda number, fd, size: None, lambda number: None)
     before = open_descriptors()
     slots = [arena.take(PAGE) for _ in range(10)]
@@ -181,7 +181,7 @@ def test_a_full_system_answers_with_an_error(monkeypatch: pytest.MonkeyPatch) ->
     moves=st.lists(st.integers(1, 20 * PAGE) | st.integers(-10, -1), max_size=40),
 )
 def test_any_sequence_of_taking_and_giving_back(limit: int, moves: list[int]) -> None:
-    """Slots in use are distinct and large enough, free memory stays in its limit, and the server knows all slots."""
+    """Slots in use are distinct and large enough, free memory is limited, and the server knows all slots."""
     server = Server(limit)
     used: list[Slot] = []
     free = 0
@@ -236,7 +236,7 @@ def test_a_lease_is_read_only() -> None:
 
 
 def test_a_lease_is_released_when_it_is_gone() -> None:
-    """At once, and only once."""
+    """The lease is released immediately, and only once."""
     lease, said = lease_of(b"a frame")
     assert said == []
     del lease
@@ -347,7 +347,7 @@ channel.receive()
 
 
 class RealWorker:
-    """A process that fills slots."""
+    """Process that fills slots."""
 
     def __init__(self) -> None:
         ours, theirs = Channel.pair()
@@ -366,7 +366,7 @@ class RealWorker:
         return self.messages.pop(0)
 
     def kill(self) -> None:
-        """SIGKILL, and wait for it."""
+        """Send SIGKILL, and wait for the process."""
         self.process.kill()
         self.process.wait()
         self.channel.close()

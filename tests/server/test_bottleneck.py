@@ -24,7 +24,7 @@ STAGES = {"fetch": 0.08, "collate": 0.015, "encode": 0.005}
 
 
 def consumption(**known: Any) -> ConsumerRates:
-    """A consumer of which so much is known; each of its batches takes a worker 0.1 s."""
+    """Return rates of a consumer with these values, each of whose batches takes a worker 0.1 s."""
     usual = ConsumerRates(
         known_for=60.0,
         idle=0.0,
@@ -39,7 +39,7 @@ def consumption(**known: Any) -> ConsumerRates:
 
 
 def workforce(*consumers: ConsumerRates, **known: Any) -> PoolLoad:
-    """Three workers that these consumers share."""
+    """Return the load of three workers that these consumers share."""
     usual = PoolLoad(
         workers=3, busy=0.5, demand=total_demand((number, one.demand) for number, one in enumerate(consumers)),
         consumers=len(consumers), setting="--num-workers {}", cpus=64, cpu=3.0, event_loop_lag=0.0,
@@ -235,7 +235,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_holds_a_consumer_back_is_told(case: str) -> None:
-    """The bound, the number of workers that would keep up, and a sentence with both."""
+    """The diagnosis has the bottleneck, the number of workers that would meet the demand, and a sentence with both."""
     seen, by, bound, workers, said = CASES[case]
     one = consumption(**seen)
     found = diagnose(one, workforce(one, **by))
@@ -309,7 +309,7 @@ SHARE = st.floats(0, 1)
     workers=st.integers(0, 1024),
 )  # fmt: skip
 def test_whatever_is_seen_there_is_one_sentence(seen: ConsumerRates, busy: float, workers: int) -> None:
-    """No numbers break it, and no more workers are advised than can be."""
+    """Any measurements give a sentence, and never recommend more workers than possible."""
     found = diagnose(seen, workforce(seen, workers=workers, busy=busy))
     assert found.advice.endswith(".")
     assert "\n" not in found.advice

@@ -1,4 +1,4 @@
-"""Messages and descriptors between processes: whole, in order, and never stuck."""
+"""Messages and descriptors between processes: complete, in order, and without blocking forever."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def raw() -> Iterator[tuple[Channel, socket.socket]]:
 
 
 def received(channel: Channel, count: int) -> list[Any]:
-    """The next `count` messages, waiting for them."""
+    """Wait for the next `count` messages; return them."""
     messages: list[Any] = []
     while len(messages) < count:
         select.select([channel], [], [])
@@ -51,7 +51,7 @@ def received(channel: Channel, count: int) -> list[Any]:
 
 
 def pipe_that_says(text: bytes) -> int:
-    """A descriptor from which `text` can be read."""
+    """Return a descriptor from which `text` can be read."""
     reader, writer = os.pipe()
     os.write(writer, text)
     os.close(writer)
@@ -110,7 +110,7 @@ def test_both_ends_talk(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_a_channel_that_does_not_block_says_that_nothing_has_come(pair: tuple[Channel, Channel]) -> None:
-    """The event loop is not held up."""
+    """Without data, receive() returns immediately, so that the event loop is not blocked."""
     with pytest.raises(BlockingIOError):
         pair[0].receive()
 
@@ -164,7 +164,7 @@ def test_what_was_put_is_sent_with_the_next_flush(pair: tuple[Channel, Channel])
 
 
 def test_what_was_put_goes_before_what_is_sent(pair: tuple[Channel, Channel]) -> None:
-    """The order of messages is the order in which they were given."""
+    """Messages are sent in the order in which they were passed to put() and send()."""
     ours, other = pair
     ours.put("first")
     ours.send("second")
@@ -200,7 +200,7 @@ def test_a_descriptor_travels_beside_its_message(pair: tuple[Channel, Channel]) 
 
 
 def test_descriptors_come_in_the_order_of_their_messages(pair: tuple[Channel, Channel]) -> None:
-    """Among messages without any, and also when many are received at once."""
+    """Descriptors keep their order among messages without any, and when many are received at once."""
     ours, other = pair
     for number in range(100):
         ours.put(["without", number])
@@ -281,7 +281,7 @@ def test_the_end_comes_after_all_messages(pair: tuple[Channel, Channel]) -> None
 
 
 def test_an_end_with_unread_messages_is_an_end(pair: tuple[Channel, Channel]) -> None:
-    """The system calls it a reset; it means the same."""
+    """A connection reset counts as the end."""
     ours, other = pair
     ours.send("never read")
     other.close()
@@ -290,7 +290,7 @@ def test_an_end_with_unread_messages_is_an_end(pair: tuple[Channel, Channel]) ->
 
 
 def test_a_message_that_is_cut_off_by_the_end_is_none(raw: tuple[Channel, socket.socket]) -> None:
-    """Half a message of a process that was killed is not delivered."""
+    """A partial message of a killed process is not delivered."""
     channel, other = raw
     other.sendall(msgpack.packb(["whole"]) + msgpack.packb(["cut off"])[:-1])
     other.close()
@@ -311,7 +311,7 @@ def test_a_message_to_one_who_has_ended_goes_nowhere(pair: tuple[Channel, Channe
 
 
 def test_a_descriptor_to_one_who_has_ended_goes_nowhere_too(pair: tuple[Channel, Channel]) -> None:
-    """The same for a message with a descriptor, and the channel blocks no more than before."""
+    """A message with a descriptor is discarded, too, and the channel does not block."""
     ours, other = pair
     other.close()
     with open(os.devnull) as file:

@@ -45,7 +45,7 @@ fixed = settings(max_examples=examples(150))
 
 @pytest.fixture(scope="module")
 def torch_collate() -> Collate:
-    """Torch's own default_collate."""
+    """Return torch's own default_collate."""
     need("torch")
     from torch.utils.data import default_collate
 
@@ -54,7 +54,7 @@ def torch_collate() -> Collate:
 
 @pytest.fixture(scope="module")
 def torch_convert() -> Collate:
-    """Torch's own default_convert."""
+    """Return torch's own default_convert."""
     need("torch")
     from torch.utils.data import default_convert
 
@@ -73,7 +73,7 @@ def outcome(function: Collate, argument: Any) -> Any:
 
 
 def described(value: Any) -> Any:
-    """Containers by type and content, arrays by kind, element type, shape and bits."""
+    """Return containers by type and content, and arrays by kind, dtype, shape and bits."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return described_tensor(torch, value)
@@ -89,7 +89,7 @@ def described(value: Any) -> Any:
 
 
 def described_tensor(torch: Any, tensor: Any) -> Any:
-    """The same of a torch tensor."""
+    """Return a torch tensor by kind, dtype, shape and bits."""
     name = str(tensor.dtype).removeprefix("torch.")
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if name in dtypes.EXTENDED:
@@ -124,7 +124,7 @@ strings = st.text(max_size=4)
 
 
 def read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """The array, which may not be written to."""
+    """Return the array as a read-only one."""
     array.flags.writeable = False
     return array
 
@@ -141,7 +141,7 @@ LAYOUTS: list[Callable[[NDArray[Any]], NDArray[Any]]] = [
 
 
 def arrays(dtype: np.dtype[Any], shape: tuple[int, ...] | st.SearchStrategy[Any]) -> Samples:
-    """Arrays of a type and shape, however they lie in memory."""
+    """Return a strategy for arrays of a dtype and shape in any memory layout."""
     return st.builds(lambda array, laid_out: laid_out(array), hnp.arrays(dtype, shape), st.sampled_from(LAYOUTS))
 
 
@@ -158,7 +158,7 @@ def tensors(dtype: np.dtype[Any], shape: tuple[int, ...] | st.SearchStrategy[Any
 
 
 def for_torch(value: Any) -> Any:
-    """The same sample with arrays that torch takes over: in its byte order, without negative strides, writable."""
+    """Return the sample with arrays that torch accepts: native byte order, no negative strides, writable."""
     if isinstance(value, np.ndarray):
         return np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
     if isinstance(value, Mapping):
@@ -190,7 +190,7 @@ def leaves(draw: st.DrawFn) -> Samples:
 
 
 def containers(kinds: st.SearchStrategy[Samples]) -> st.SearchStrategy[Samples]:
-    """Containers of these kinds."""
+    """Return a strategy for containers of these kinds."""
     several = st.lists(kinds, max_size=3)
     named = st.dictionaries(strings | st.integers() | st.tuples(st.booleans()), kinds, max_size=3)
     return st.one_of(
@@ -249,7 +249,7 @@ def test_a_column_of_python_numbers_has_torchs_type(torch_collate: Collate, batc
 @fixed
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_ragged_arrays_are_refused_in_torchs_words(torch_collate: Collate, data: st.DataObject, dtype: Any) -> None:
-    """The message names the first entry that differs, and both shapes."""
+    """The message has the index of the first entry that differs, and both shapes."""
     shapes = hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3)
     batch = data.draw(st.lists(arrays(dtype, shapes), min_size=2, max_size=4))
     for collate in (default_collate, lazy_collate):
@@ -259,7 +259,7 @@ def test_ragged_arrays_are_refused_in_torchs_words(torch_collate: Collate, data:
 @fixed
 @given(batch=st.lists(st.lists(int64s, max_size=2) | st.tuples(int64s) | st.tuples(int64s, int64s), min_size=2))
 def test_ragged_sequences_are_refused_in_torchs_words(torch_collate: Collate, batch: list[Any]) -> None:
-    """Lists and tuples of different lengths cannot be columns."""
+    """Lists and tuples of different lengths raise torch's error."""
     for collate in (default_collate, lazy_collate):
         assert outcome(collate, batch) == outcome(torch_collate, batch)
 
@@ -287,7 +287,7 @@ def test_ragged_sequences_are_refused_in_torchs_words(torch_collate: Collate, ba
     ],
 )
 def test_what_cannot_be_collated_is_refused_in_torchs_words(torch_collate: Collate, batch: list[Any]) -> None:
-    """Same type, same text."""
+    """The error has torch's type and text."""
     wanted = outcome(torch_collate, batch)
     assert issubclass(wanted[0], Exception)
     for collate in (default_collate, lazy_collate):
@@ -365,7 +365,7 @@ MIXED: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("batch", [pytest.param(batch, id=name) for name, batch in MIXED.items()])
 def test_a_column_of_mixed_numbers_is_promoted_as_torch_does(torch_collate: Collate, batch: list[Any]) -> None:
-    """No number is cut, and the element type is torch's."""
+    """No number loses digits, and the dtype is torch's."""
     for collate in (default_collate, lazy_collate):
         assert outcome(collate, batch) == outcome(torch_collate, batch)
 
@@ -396,7 +396,7 @@ def several_kinds() -> Samples:
 @settings(fixed, max_examples=examples(500))
 @given(first=several_kinds(), second=several_kinds())
 def test_a_column_of_two_kinds_is_what_torch_makes_of_it(torch_collate: Collate, first: Any, second: Any) -> None:
-    """Same element type and numbers, or an error of the same type."""
+    """Dtype and numbers are torch's, or the error has torch's type."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch finds some of these lists slow
         wanted = outcome(torch_collate, [first, second])
@@ -451,7 +451,7 @@ def test_what_has_no_tensor_is_a_type_error_like_torchs(torch_collate: Collate, 
 
 @pytest.mark.parametrize("sample", [np.datetime64("2020"), np.void(b"ab")], ids=["datetime", "void"])
 def test_a_numpy_scalar_that_is_no_number_is_refused_in_torchs_words(torch_collate: Collate, sample: Any) -> None:
-    """Same type, same text."""
+    """The error has torch's type and text."""
     for collate in (default_collate, lazy_collate):
         assert outcome(collate, [sample]) == outcome(torch_collate, [sample])
 
@@ -480,7 +480,7 @@ def test_types_that_numpy_has_not_keep_their_bits(name: str) -> None:
 
 @pytest.mark.parametrize("first", ["bfloat16", "float32"])
 def test_types_that_numpy_has_not_are_promoted_by_their_value(first: str) -> None:
-    """Beside float32, a bfloat16 array becomes float32, with the same numbers."""
+    """A bfloat16 array beside float32 becomes float32, with the same numbers."""
     need("ml_dtypes")
     values = [1, 2.5, -4]
     batch = [np.array(values, np.float32), np.array(values, dtypes.extended_numpy("bfloat16"))]
@@ -530,7 +530,7 @@ def test_a_single_sample_is_what_torch_makes_of_it(torch_convert: Collate, sampl
     ids=repr,
 )
 def test_what_is_no_array_is_left_alone(torch_convert: Collate, sample: Any) -> None:
-    """Numbers, strings and objects pass, containers are rebuilt."""
+    """Numbers, strings and objects are unchanged, and containers are rebuilt."""
     assert outcome(default_convert, sample) == outcome(torch_convert, sample)
 
 
@@ -543,7 +543,7 @@ def test_an_array_of_strings_or_objects_stays_an_array(torch_convert: Collate, s
 
 
 def test_what_others_derive_from_numpys_types_stays_what_it_is(torch_convert: Collate) -> None:
-    """A masked array, among others, does not lose its mask."""
+    """Subclasses are unchanged: a masked array, for example, keeps its mask."""
     own = type("Own", (np.ndarray,), {})
     others: list[Any] = [np.ma.masked_equal(np.arange(2), 1), np.ones(2).view(own)]
     for foreign in others:
@@ -566,7 +566,7 @@ def test_an_array_that_cannot_be_a_tensor_stays_until_it_is_to_travel(sample: An
 @pytest.mark.parametrize("name", dtypes.NAMES)
 @pytest.mark.parametrize("shape", [(), (0, 2), (3,), (2, 3)])
 def test_tensors_are_stacked_as_torch_does(torch_collate: Collate, name: str, shape: tuple[int, ...]) -> None:
-    """Each element type that travels, bfloat16 and float8 among them."""
+    """Tensors of each supported dtype, including bfloat16 and float8, are stacked."""
     import torch
 
     batch = [(torch.arange(24)[: int(np.prod(shape))].reshape(shape) - i).to(getattr(torch, name)) for i in range(3)]
@@ -612,7 +612,7 @@ def test_unequal_tensors_are_promoted_or_refused_as_torch_does(torch_collate: Co
 
 
 def test_a_number_among_tensors_is_refused_in_torchs_words(torch_collate: Collate) -> None:
-    """A TypeError that names the element."""
+    """The error is a TypeError that names the element."""
     import torch
 
     batch = [torch.tensor(1), 2]
@@ -621,7 +621,7 @@ def test_a_number_among_tensors_is_refused_in_torchs_words(torch_collate: Collat
 
 @pytest.mark.parametrize("layout", ["strided", "jagged"])
 def test_nested_tensors_are_refused_in_torchs_words(torch_collate: Collate, layout: str) -> None:
-    """A batch of them needs a collate function of the user's."""
+    """A batch of nested tensors requires a user's collate function."""
     import torch
 
     with warnings.catch_warnings():
@@ -664,7 +664,7 @@ def test_what_is_registered_with_torch_is_collated_by_it(
 
 @pytest.mark.parametrize("collate", [default_collate, lazy_collate])
 def test_sparse_tensors_are_refused_in_torchs_words(torch_collate: Collate, collate: Collate) -> None:
-    """A batch of them needs a collate function of the user's."""
+    """A batch of sparse tensors requires a user's collate function."""
     import torch
 
     batch = [torch.zeros(2).to_sparse()] * 2
@@ -676,7 +676,7 @@ def test_sparse_tensors_are_refused_in_torchs_words(torch_collate: Collate, coll
 
 
 def test_tensors_of_a_single_sample_are_left_alone(torch_convert: Collate) -> None:
-    """default_convert gives back the same tensor."""
+    """default_convert returns the same tensor."""
     import torch
 
     tensor = torch.zeros(2)

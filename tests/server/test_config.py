@@ -31,7 +31,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def refusal(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
-    """The sentence with which something is refused."""
+    """Return the error's text."""
     with pytest.raises(ConfigError) as refused:
         function(*arguments, **named)
     return str(refused.value)
@@ -87,7 +87,7 @@ def test_a_file_may_say_nothing(write: Write) -> None:
 
 
 def test_what_is_left_out_has_its_default(write: Write) -> None:
-    """Only the factory must be named."""
+    """Only the factory is required; other settings have defaults."""
     _, _, (dataset,) = read_toml(write('[datasets.train]\nfactory = "a:b"'))
     assert dataset == DatasetConfig(name="train", factory="a:b")
     assert (dataset.kwargs, dataset.collate, dataset.worker_init) == ({}, None, None)
@@ -149,7 +149,7 @@ def test_what_is_not_understood_is_refused(write: Write, text: str, sentence: st
 
 @pytest.mark.parametrize("text", ['[[datasets]]\nfactory = "a:b"', 'datasets = "a:b"', "server = 8000", "[[server]]"])
 def test_a_table_that_is_none_is_refused(write: Write, text: str) -> None:
-    """An array of tables, a likely mistake, is a ConfigError like others, that names the file."""
+    """An array of tables, a likely mistake, raises a ConfigError that names the file."""
     path = write(text)
     assert str(path) in refusal(read_toml, path)
 
@@ -165,7 +165,7 @@ def test_a_name_is_letters_digits_and_some_signs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "../a", "-a", ".a", "a\n", "x" * 129, "é", "a:b", "a=b"])
 def test_other_names_are_refused(name: str) -> None:
-    """The sentence has the name."""
+    """The error has the name."""
     sentence = f"invalid dataset name {name!r}: expected letters, digits, '.', '_' and '-'"
     assert refusal(DatasetConfig, name=name, factory="a:b") == sentence
 
@@ -183,7 +183,7 @@ def test_code_is_named_as_module_and_name(field: str, target: str) -> None:
 )
 @pytest.mark.parametrize("field", ["factory", "collate", "worker_init"])
 def test_code_that_is_named_otherwise_is_refused(field: str, target: Any) -> None:
-    """The sentence has field, dataset and value."""
+    """The error has field, dataset and value."""
     sentence = f"invalid {field} of dataset 'n': expected 'module:name', got {target!r}"
     assert refusal(DatasetConfig, **{"name": "n", "factory": "a:b", field: target}) == sentence
 
@@ -259,14 +259,14 @@ def test_what_names_no_dataset_is_refused(text: str) -> None:
     ],
 )
 def test_who_names_a_module_or_its_file_is_told_what_to_write(text: str, meant: str) -> None:
-    """The module as it is imported from the current folder, and a name in it."""
+    """The error states the module as importable from the current folder, and a name in it."""
     which = ", where NAME is a dataset in that module, or a function that returns one" if "NAME" in meant else ""
     assert refusal(DatasetConfig.parse, text) == f"invalid dataset {text!r}: expected {meant}{which}"
 
 
 @pytest.mark.parametrize(("text", "name"), [("=m:x", ""), ("a b=m:x", "a b"), ("a=b=m:x", "a=b")])
 def test_a_chosen_name_must_be_one(text: str, name: str) -> None:
-    """The same rule as in a file."""
+    """Names on the command line follow the same rule as in a file."""
     assert refusal(DatasetConfig.parse, text).startswith(f"invalid dataset name {name!r}")
 
 
@@ -289,7 +289,7 @@ def test_a_chosen_name_must_be_one(text: str, name: str) -> None:
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused(field: str, value: int, sentence: str) -> None:
-    """The sentence has the range and the value."""
+    """The error has the range and the value."""
     assert refusal(Limits, **{field: value}) == sentence
 
 
@@ -306,7 +306,7 @@ def test_limits_that_cannot_be_kept_are_refused(field: str, value: int, sentence
     ],
 )  # fmt: skip
 def test_the_ends_of_a_range_belong_to_it(field: str, value: int) -> None:
-    """Also no worker at all, which loads in the server's own process."""
+    """The ends are valid, including 0 workers, with which the server's own process loads."""
     stated: dict[str, Any] = {field: value}
     assert getattr(Limits(**stated), field) == value
 
@@ -383,7 +383,7 @@ def test_sizes_are_written_with_units(text: str, size: int) -> None:
 
 @given(st.integers(0, 2**70))
 def test_a_number_is_a_size(number: int) -> None:
-    """In bytes."""
+    """A number without a unit is a size in bytes."""
     assert parse_size(str(number)) == number
 
 

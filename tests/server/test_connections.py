@@ -87,7 +87,7 @@ class Running:
         return self._server._connections.unfinished._held.total()
 
     def stop(self) -> None:
-        """Stop it."""
+        """Stop the server."""
         self._loop.call_soon_threadsafe(setattr, self._server, "should_exit", True)
         self._thread.join()
 
@@ -130,7 +130,7 @@ def url() -> Iterator[str]:
 
 
 def test_a_silent_connection_is_closed_after_header_timeout(url: str) -> None:
-    """Without a response, and not before the timeout."""
+    """The connection is closed without a response, and not before the timeout."""
     with Raw(url) as client:
         began = time.monotonic()
         assert client.receive_all() == b""
@@ -190,7 +190,7 @@ def test_the_size_of_a_head_is_limited(start: Start, name: str, piece: int) -> N
 
 
 def test_a_head_below_the_limit_is_accepted(start: Start) -> None:
-    """60 KiB, at once and in pieces."""
+    """A head of 60 KiB is accepted, at once and in pieces."""
     with Raw(start(header_timeout=30).url) as client:
         for piece in (1000, 2**16):
             head = b"GET /healthz HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 60 * 1024 + b"\r\n\r\n"
@@ -211,7 +211,7 @@ def test_a_body_with_a_content_length_above_the_limit_is_rejected(url: str, meth
 
 @pytest.mark.parametrize("path", ["/v1/loaders", "/nothing"])
 def test_a_chunked_body_above_the_limit_is_rejected(url: str, path: str) -> None:
-    """Also if the endpoint does not read bodies: the server never stores more than the limit."""
+    """The body is rejected even if the endpoint does not read bodies: the server never stores more than the limit."""
     chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
     with Raw(url) as client:
         client.send(f"POST {path} HTTP/1.1\r\n".encode() + HOST + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -232,7 +232,7 @@ def test_a_body_slower_than_min_body_rate_is_rejected(url: str, sent: bytes) -> 
 
 
 def test_a_body_at_min_body_rate_is_accepted(start: Start) -> None:
-    """However long it takes."""
+    """The body is accepted however long it takes."""
     with Raw(start(min_body_rate=1000.0).url) as client:
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Length: 12000\r\n\r\n")
         for _ in range(12):
@@ -445,7 +445,7 @@ def test_trailers_and_chunk_extensions_are_limited(start: Start, name: str, piec
 
 
 def test_the_limit_of_chunk_extensions_restarts_with_content(start: Start) -> None:
-    """A body of any length may contain some."""
+    """A body of any length may contain some chunk extensions."""
     with Raw(start(body_timeout=30).url) as client:
         client.send(CHUNKED + (b"40;" + b"x" * 100 + b"\r\n" + b" " * 64 + b"\r\n") * 2000 + b"0\r\n\r\n")
         assert client.receive().problem["detail"].startswith("the body is too large for a loader spec")
@@ -610,7 +610,7 @@ def test_a_message_slower_than_min_body_rate_is_rejected(start: Start, beginning
 
 
 def test_a_message_at_min_body_rate_is_accepted(start: Start) -> None:
-    """Even if it takes longer than `body_timeout`."""
+    """The message is accepted even if it takes longer than `body_timeout`."""
     running = start(header_timeout=60, send_timeout=60, min_body_rate=10.0)
     with Raw(running.url) as client:
         open_websocket(running, client)
@@ -696,7 +696,7 @@ def test_pings_of_a_client_that_does_not_read_get_no_pongs(start: Start) -> None
 
 
 def test_compressed_bodies_are_rejected(url: str) -> None:
-    """Without decompression."""
+    """Compressed bodies are rejected without decompression."""
     with Raw(url) as client:
         client.send(b"POST /v1/loaders HTTP/1.1\r\n" + HOST + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n")
         assert client.receive().status == 415
@@ -734,7 +734,7 @@ def test_other_upgrades_are_ignored(url: str) -> None:
 
 
 def test_http_1_0_is_supported(start: Start) -> None:
-    """Except responses without Content-Length."""
+    """HTTP/1.0 is supported except for responses without Content-Length."""
     running = start()
     path = running.register()
     with Raw(running.url) as client:
@@ -766,7 +766,7 @@ def test_rejected_connections_are_logged_in_summary(
 
 
 def test_accepted_connections_use_tcp_keep_alive() -> None:
-    """They inherit the setting from the listening socket."""
+    """Accepted connections inherit the setting from the listening socket."""
     with bind("127.0.0.1", 0) as listening:
         listening.listen()
         with socket.create_connection(listening.getsockname()):

@@ -1,4 +1,4 @@
-"""The dashboard's files, how they are served, and its JavaScript as far as it needs no browser."""
+"""Files of the dashboard, their delivery, and the JavaScript that needs no browser."""
 
 from __future__ import annotations
 

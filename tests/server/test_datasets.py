@@ -34,7 +34,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
 
 
 class Squares:
-    """A map-style dataset."""
+    """Map-style dataset."""
 
     def __init__(self, length: int = 10) -> None:
         self.length = length
@@ -61,7 +61,7 @@ class WithoutLength:
 
 
 def refusal(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
-    """The sentence with which something is refused."""
+    """Return the error's text."""
     with pytest.raises(ConfigError) as refused:
         function(*arguments, **named)
     return str(refused.value)
@@ -88,7 +88,7 @@ def test_a_module_that_is_not_there_is_refused() -> None:
     "name", ["json.no_such_module", "no_such_package.module", "json.decoder.deeper", "json..decoder"]
 )
 def test_a_module_inside_a_package_that_is_not_there_is_refused(name: str) -> None:
-    """Whichever part of the name is wrong, the whole is named."""
+    """The error has the whole name, whichever part of it is wrong."""
     assert refusal(resolve, f"{name}:x", "collate of 'train'").startswith(
         f"collate of 'train': module {name!r} not found"
     )
@@ -120,7 +120,7 @@ def test_an_error_in_the_users_module_comes_as_it_is(module: Module) -> None:
 
 
 def test_a_class_or_a_function_makes_the_dataset_and_an_object_is_it() -> None:
-    """A dataset that can be called besides is a dataset."""
+    """Classes and functions are called to create the dataset; a callable dataset is used itself."""
 
     class CalledToo(Squares):
         def __call__(self) -> None:
@@ -174,7 +174,7 @@ def test_a_dataset_is_built_as_its_configuration_says(module: Module) -> None:
 
 
 def test_an_object_of_a_module_is_hosted_as_it_is(module: Module) -> None:
-    """No factory is needed."""
+    """An object needs no factory."""
     module("has_one", "numbers = [3, 4, 5]")
     hosted = open_dataset(DatasetConfig(name="n", factory="has_one:numbers"))
     assert hosted.dataset == [3, 4, 5]
@@ -243,7 +243,7 @@ def test_a_function_that_clients_may_choose_must_be_there(module: Module) -> Non
 
 
 def test_all_datasets_are_built_or_none(module: Module) -> None:
-    """By name; the first that cannot be built is the error."""
+    """Datasets are returned by name; the first one that cannot be built raises the error."""
     module("builds_two", "a = [1]\nb = [1, 2]\n")
     configs = [DatasetConfig(name=name, factory=f"builds_two:{name}") for name in ("a", "b")]
     assert {name: hosted.info.length for name, hosted in open_datasets(configs).items()} == {"a": 1, "b": 2}
@@ -284,7 +284,7 @@ def test_what_can_only_be_iterated_over_is_iterable_style(dataset: Any, length: 
 
 @pytest.mark.parametrize("length", [None, 10])
 def test_torchs_iterable_dataset_is_iterable_style(length: int | None) -> None:
-    """Though it has a __getitem__, inherited from its base, which only raises."""
+    """A torch IterableDataset is iterable-style, although it inherits a __getitem__ that only raises."""
     need("torch")
     from torch.utils.data import IterableDataset
 
@@ -314,7 +314,7 @@ def test_torchs_map_style_dataset_is_map_style() -> None:
 
 
 def test_what_is_no_dataset_is_refused() -> None:
-    """Neither samples nor an iteration."""
+    """An object that supports neither indexing nor iteration is rejected."""
     assert refusal(host, 5, name="train") == (
         "dataset 'train' must define __getitem__ and __len__, or __iter__; got int"
     )
@@ -336,7 +336,7 @@ class Pretending(Squares):
 
 @pytest.mark.parametrize("kind", [WithoutLength, Forgetful, Pretending])
 def test_a_dataset_need_not_have_a_length(kind: Callable[[], Any]) -> None:
-    """A client's own order can index it all the same."""
+    """A client-side sampler can index a dataset without a length."""
     info = host(kind(), name="train").info
     assert (info.kind, info.length) == ("map", None)
 
@@ -385,7 +385,7 @@ def test_a_fingerprint_tells_datasets_apart(changed: dict[str, Any]) -> None:
 
 
 def test_a_fingerprint_is_the_same_everywhere_and_for_ever() -> None:
-    """Two servers that host the same have the same, and so has a later release: saved states hold it."""
+    """Servers with the same dataset, and later releases, compute the same fingerprint, as saved states contain it."""
     assert fingerprint() == "aa0817ac061a1ed2"
 
 

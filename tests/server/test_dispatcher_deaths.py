@@ -107,7 +107,7 @@ def test_batches_queued_behind_a_fatal_batch_do_not_fail() -> None:
 
 
 def test_a_completed_batch_is_not_suspect() -> None:
-    """Its earlier deaths do not count: further batches are queued behind it."""
+    """Its earlier worker exits do not count: further batches are queued behind it."""
     service = Service()
     service.warm_up(TRAIN, seconds=QUICK)
     request = service.request("a", TRAIN, 0, 4)
@@ -168,7 +168,7 @@ def test_prefetching_does_not_starve_an_awaited_suspect_batch() -> None:
 
 
 def test_the_death_of_an_idle_worker_has_no_effect() -> None:
-    """Also of a worker that was never ready."""
+    """An idle worker's exit has no effect, even if it was never ready."""
     service = Service(workers=2)
     assert service.lose_worker(0) == []
     assert service.dispatcher.worker_lost(5, [], WorkerExit("killed")) == []

@@ -142,7 +142,7 @@ def test_an_idle_consumer_is_removed_after_a_minute() -> None:
 
 
 def test_the_idle_time_starts_at_the_last_sent_batch() -> None:
-    """If that was after the last request."""
+    """The idle time starts at the last sent batch if that was after the last request."""
     service = Service()
     request = service.request("a", TRAIN, 0, 2)
     service.decide()
@@ -155,7 +155,7 @@ def test_the_idle_time_starts_at_the_last_sent_batch() -> None:
 
 
 def test_a_consumer_with_an_open_request_is_not_removed() -> None:
-    """However long it waits, or takes to read its response."""
+    """The consumer stays however long it waits, or reads its response."""
     service = Service()
     request = service.request("a", TRAIN, 0, 1)
     assert service.pass_time(1000) == []
@@ -233,7 +233,7 @@ def test_prefetching_starts_after_all_requests_of_a_consumer() -> None:
 
 
 def test_a_sent_batch_is_not_recomputed_for_the_same_request() -> None:
-    """Even if it was cached, sent at once, and evicted for the remaining batches of the request."""
+    """This holds even if it was cached, sent at once, and evicted for the request's remaining batches."""
     service = Service(budget=8)
     service.warm_up(TRAIN)
     requests = [service.request("a", TRAIN, 0, 8), service.request("b", TRAIN, 0, 10)]
@@ -258,7 +258,7 @@ def test_batches_sent_beyond_a_gap_are_evicted() -> None:
 
 
 def test_sent_batches_are_not_prefetched() -> None:
-    """Also if another connection of the consumer received them."""
+    """Batches that another connection of the consumer received are not prefetched, either."""
     service = Service(budget=4)
     service.warm_up(TRAIN)
     first, second = service.request("a", TRAIN, 0, 4), service.request("a", TRAIN, 4, 8)
@@ -291,7 +291,7 @@ def test_a_batch_is_kept_for_a_second_connection_that_requested_it() -> None:
 
 
 def test_a_batch_that_a_second_connection_requested_is_not_evicted_for_prefetching() -> None:
-    """However far its number is from the consumer's position."""
+    """The batch stays however far it is from the consumer's position."""
     service = Service(budget=3)
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 1)
@@ -436,7 +436,7 @@ def test_the_number_of_batches_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_evicted_prefetched_batches_are_recomputed_when_memory_is_free() -> None:
-    """Also without a new request."""
+    """Evicted batches are recomputed without a new request."""
     service = Service(budget=10)
     service.warm_up(TRAIN, OTHER)
     request = service.request("a", TRAIN, 0, 1, ahead=9)

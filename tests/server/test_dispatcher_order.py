@@ -72,7 +72,7 @@ def test_two_connections_of_a_consumer_share_batches() -> None:
 
 
 def test_awaited_batches_go_first_and_prefetched_batches_last() -> None:
-    """Over all consumers: awaited, then requested, then prefetched batches."""
+    """The order over all consumers is awaited, requested, prefetched batches."""
     service = Service()
     service.warm_up(TRAIN, OTHER)
     service.request("a", TRAIN, 0, 2, ahead=1)
@@ -134,7 +134,7 @@ def test_only_requested_and_prefetched_batches_are_computed() -> None:
 
 
 def test_prefetching_continues_between_two_requests() -> None:
-    """After the response to the first request is complete."""
+    """Prefetching continues after the response to the first request is complete."""
     service = Service()
     service.warm_up(TRAIN)
     request = service.request("a", TRAIN, 0, 1, ahead=3)
@@ -168,7 +168,7 @@ def test_no_batch_is_queued_behind_a_slow_batch() -> None:
 
 
 def test_fast_batches_are_queued() -> None:
-    """Up to a few milliseconds of work, so that a worker does not wait for messages."""
+    """A queue has up to a few milliseconds of work, so that workers do not wait for messages."""
     service = Service()
     service.warm_up(TRAIN, seconds=QUICK)
     service.request("a", TRAIN, 0, 100)
@@ -178,7 +178,7 @@ def test_fast_batches_are_queued() -> None:
 
 
 def test_the_queue_of_a_worker_is_limited() -> None:
-    """Also for batches without measurable computing time."""
+    """The limit also applies to batches without measurable computing time."""
     service = Service()
     service.warm_up(TRAIN, seconds=0.0)
     service.request("a", TRAIN, 0, 200)

@@ -87,7 +87,7 @@ def test_batches_of_two_connections_are_computed_in_ascending_order() -> None:
 
 
 def test_a_batch_waits_for_the_worker_of_its_shard() -> None:
-    """Even if other workers are idle."""
+    """The batch waits even if other workers are idle."""
     service = Service(workers=0, in_turn=2)
     request = service.request("a", TRAIN, 0, 4)
     service.worker_ready(1)
@@ -162,7 +162,7 @@ def test_prefetched_batches_of_shards_are_kept_during_a_long_pause() -> None:
 
 
 def test_batches_of_a_lost_worker_are_computed_by_its_replacement() -> None:
-    """In ascending order; batches of other workers are not recomputed."""
+    """They are computed in ascending order; batches of other workers are not recomputed."""
     service = sharded(2)
     request = service.request("a", TRAIN, 0, 6)
     service.decide()
@@ -211,7 +211,7 @@ pick = st.integers(0, 10**6)
 
 
 class Game(RuleBasedStateMachine):
-    """One client that loads an epoch over consecutive connections, while workers start and die."""
+    """Client that loads an epoch over consecutive connections, while workers start and exit."""
 
     @initialize(shards=st.integers(1, 3), budget=st.integers(1, 20), start=st.integers(0, 9))
     def begin(self, shards: int, budget: int, start: int) -> None:

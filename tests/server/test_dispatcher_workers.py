@@ -39,7 +39,7 @@ def test_what_is_nobodys_fault_is_never_held_against_a_batch() -> None:
 
 
 def test_what_is_nobodys_fault_makes_no_suspects() -> None:
-    """Work is queued as before."""
+    """After such an exit, batches are queued as before."""
     service = Service()
     service.warm_up(TRAIN, seconds=QUICK)
     service.request("a", TRAIN, 0, 8)
@@ -50,7 +50,7 @@ def test_what_is_nobodys_fault_makes_no_suspects() -> None:
 
 
 def test_a_suspect_stays_one_whatever_happens_to_others() -> None:
-    """Deaths before count on when its worker is taken away in between."""
+    """Earlier exits still count after its worker was preempted."""
     service = Service()
     service.warm_up(TRAIN)
     service.request("a", TRAIN, 0, 1)
@@ -130,7 +130,7 @@ def test_a_worker_in_turn_that_is_recycled_gets_no_more_batches(in_turn: int) ->
 
 
 def test_a_replacement_is_not_stalled() -> None:
-    """Even if its predecessor was stalled."""
+    """A replacement is not stalled even if its predecessor was."""
     service = Service()
     service.request("a", TRAIN, 0, 1)
     service.decide()

@@ -34,7 +34,7 @@ class FakePool:
         self.submitted: list[Task] = []
 
     async def start(self, listener: Any) -> list[DatasetInfo]:
-        """Both can take something."""
+        """Report both workers as ready."""
         for worker in range(self.num_workers):
             listener.worker_ready(worker, WorkerHealth(0.0, tasks=self.queue(worker)))
         return []
@@ -44,7 +44,7 @@ class FakePool:
         return Tasks(lambda: [task.batch_id for other, task in self.tasks if other == worker])
 
     def submit(self, worker: int, task: Task) -> None:
-        """Note it."""
+        """Record a task."""
         self.tasks.append((worker, task))
         self.submitted.append(task)
 
@@ -68,7 +68,7 @@ class FakePool:
 
 
 async def begun() -> None:
-    """Let the engine decide."""
+    """Run the engine's decisions."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -111,7 +111,7 @@ async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> Non
 
 
 async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is a message to every worker: to forget thousands at once would hold the event loop."""
+    """Removing thousands at once, with a message to every worker for each, would block the event loop."""
     monkeypatch.setattr("teleloader_server.dispatch.dispatcher.FORGET_AFTER", -1.0)
     pool = FakePool()
     forgotten: list[str] = []
@@ -133,7 +133,7 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
 
 
 async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> None:
-    """A thread that loads cannot be stopped: its last batch may arrive when the engine is closed."""
+    """A loading thread cannot be stopped: its last batch may arrive after the engine is closed."""
     pool, memory = FakePool(), Memory(BUDGET)
     engine = Engine(pool, memory, Counters(), SOURCE)
     await engine.start()

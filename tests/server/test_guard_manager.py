@@ -12,7 +12,7 @@ from teleloader_server.web.guard_manager import CONNECTION_BYTES, ConnectionMana
 
 @dataclasses.dataclass(eq=False)
 class Fake:
-    """A connection without a socket."""
+    """Connection without a socket."""
 
     address: str = "192.0.2.1"
     quota: Quota | None = None
@@ -29,7 +29,7 @@ class Fake:
         self.closed.append("shutdown")
 
     def abort(self) -> None:
-        """Record that the connection was broken off."""
+        """Record that the connection was aborted."""
         self.closed.append("abort")
 
 
@@ -47,7 +47,7 @@ def admit(connections: ConnectionManager, *admitted: Fake) -> list[str | None]:
 
 
 def test_the_oldest_unauthenticated_connection_makes_room() -> None:
-    """A connection that was authenticated since is spared, however old it is."""
+    """A connection that has been authenticated since stays, however old it is."""
     connections = manager(max_connections=2)
     first, second, third = Fake(), Fake(), Fake()
     assert admit(connections, first, second) == [None, None]

@@ -13,7 +13,7 @@ SERVER = ("teleloader_server",)
 
 
 def loaded(program: str) -> set[str]:
-    """The packages that a fresh interpreter has loaded after the program."""
+    """Return the packages that a new interpreter has imported after the program."""
     program += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
     command = [sys.executable, "-W", "error", "-c", program]
     return set(subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split())
@@ -34,7 +34,7 @@ def loaded(program: str) -> set[str]:
     ids=["server", "load", "loader without workers", "worker", "forkserver", "client", "shared", "command"],
 )
 def test_an_import_loads_no_more_than_it_needs(program: str, unwanted: tuple[str, ...]) -> None:
-    """In a fresh interpreter."""
+    """Each import loads only the required packages in a new interpreter."""
     assert not loaded(program) & set(unwanted)
 
 
@@ -58,5 +58,5 @@ def test_the_check_sees_what_is_loaded() -> None:
     "name", ["default_collate", "default_convert", "get_worker_info", "serve", "ConfigError", "WorkerInfo"]
 )
 def test_the_servers_public_names_are_there(name: str) -> None:
-    """Without the web server being loaded for them."""
+    """Public names are available without importing the web server."""
     assert not loaded(f"from teleloader_server import {name}") & {*WEB, *TORCH}

@@ -24,17 +24,17 @@ ANY = INTEGERS._replace(kind="any")
 
 
 def listed(indices: Any, k: int = 0, **options: Any) -> bytes:
-    """A frame."""
+    """Return the frame of an index list."""
     return codec.to_bytes(BatchId(KEY, 3, k), indices, **options)
 
 
 def packed(*indices: int, dtype: str = "int64") -> Any:
-    """Integers as a client packs them."""
+    """Return integers as a client packs them."""
     return np.array(indices, dtype).view(Tensor)
 
 
 async def split(body: bytes, rules: Rules = INTEGERS, size: int = 1 << 16) -> tuple[BatchId, dict[int, bytes]]:
-    """The frames of a body that comes in pieces of some size."""
+    """Return the frames of a body that arrives in pieces of some size."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(body), size):
@@ -79,7 +79,7 @@ async def test_lists_of_the_documented_form_are_read(indices: Any, rules: Rules,
 
 @dataclasses.dataclass
 class Record:
-    """A node that a reader would make a class for."""
+    """Node for which a reader would create a class."""
 
     a: int = 0
 

@@ -26,7 +26,7 @@ Point = namedtuple("Point", ["x", "y"])
 
 
 def test_a_batch_holds_the_samples_of_its_plan() -> None:
-    """In the plan's order, collated as torch does."""
+    """A batch has its samples in the plan's order, collated as by torch."""
     bench = Bench(Made(lambda index: {"index": index, "square": np.float32(index**2)}, 100))
     spec = LoaderSpec(dataset="data", batch_size=8, shuffle=True, seed=5, rank=1, world_size=2)
     for k, indices in enumerate(Plan(spec, 100, 3)):
@@ -49,7 +49,7 @@ def test_padding_is_stated() -> None:
 
 
 def test_a_dataset_that_reads_in_bulk_is_asked_in_bulk() -> None:
-    """`__getitems__` gets the whole batch, as a list of ints of Python."""
+    """`__getitems__` receives the indices of the whole batch as a list of ints."""
     dataset = Bulk()
     assert Bench(dataset).batch(1, batch_size=4).tolist() == [40, 50, 60, 70]
     assert dataset.calls == [[4, 5, 6, 7]]
@@ -58,7 +58,7 @@ def test_a_dataset_that_reads_in_bulk_is_asked_in_bulk() -> None:
 
 
 class Whole(Made):
-    """Gives whole batches."""
+    """Dataset with whole batches."""
 
     def __init__(self) -> None:
         super().__init__(lambda index: index)
@@ -101,7 +101,7 @@ def test_a_batch_may_do_what_it_likes_with_its_indices() -> None:
 def test_whole_batches_are_not_asked_for_where_samples_are_needed(
     hosted: dict[str, Any], asked: dict[str, Any]
 ) -> None:
-    """Then the dataset is read sample by sample."""
+    """Where single samples are needed, `__getbatch__` is not called."""
     dataset = Whole()
     assert Bench(dataset, **hosted).batch(**asked).tolist() == [0, 1, 2, 3]
     assert Bench(dataset).batch(3, batch_size=None) == 3
@@ -123,7 +123,7 @@ def test_a_dataset_that_is_seeded_for_each_sample_is_read_sample_by_sample() -> 
 
 
 def test_a_dataset_may_say_that_it_does_not_read_in_bulk() -> None:
-    """`__getitems__ = None` means none, to torch and to us."""
+    """`__getitems__ = None` means no bulk reading, as in torch."""
 
     class Without(Made):
         __getitems__ = None
@@ -132,7 +132,7 @@ def test_a_dataset_may_say_that_it_does_not_read_in_bulk() -> None:
 
 
 def test_a_single_sample_is_converted_and_not_collated() -> None:
-    """batch_size=None: no dimension is added."""
+    """With batch_size=None, no dimension is added."""
     sample = Bench(Made(lambda index: (np.full(2, index), "s", index))).batch(5, batch_size=None)
     assert sample[0].tolist() == [5, 5]
     assert sample[1:] == ["s", 5]
@@ -295,7 +295,7 @@ class Unprintable(Exception):
 
 
 class NotText(Exception):
-    """Describes itself by a number."""
+    """Exception whose str() returns a number."""
 
     def __str__(self) -> str:
         return 5  # type: ignore[return-value]
@@ -311,19 +311,19 @@ def test_an_exception_that_cannot_be_printed_does_not_hide_itself(kind: type[Exc
 
 
 def test_a_huge_message_is_cut() -> None:
-    """10 MiB do not travel."""
+    """A message of 10 MiB is truncated."""
     failure = Bench(raising(ValueError("x" * 10 * 2**20))).failure(batch_size=3)
     assert failure.message == "x" * MAX_TEXT
     assert len(failure.traceback) <= MAX_TEXT
 
 
 def test_the_traceback_of_a_huge_message_still_says_where() -> None:
-    """The message must not push out the lines that it came from."""
+    """A long message does not displace the traceback's lines."""
     assert "raise error" in Bench(raising(ValueError("x" * 10 * 2**20))).failure(batch_size=3).traceback
 
 
 def test_many_indices_are_cut() -> None:
-    """The first thousand of a batch are enough to find a sample."""
+    """At most a thousand indices of a batch are included."""
     bench = Bench(Made(lambda index: 1 // (index - 4999), 5000))
     assert bench.failure(batch_size=5000).indices == list(range(MAX_INDICES))
 
@@ -345,7 +345,7 @@ def test_endless_recursion_is_a_failure() -> None:
 
 
 def test_stop_iteration_is_no_end() -> None:
-    """Raised in a sample, it would end a loop silently: it becomes an error that names the index."""
+    """StopIteration of a sample becomes an error with the index, since it would end a loop silently."""
     failure = Bench(raising(StopIteration())).failure(batch_size=3)
     assert failure.type == "RuntimeError"
     assert failure.message == "the dataset raised StopIteration at index 2: raise another exception"
@@ -353,7 +353,7 @@ def test_stop_iteration_is_no_end() -> None:
 
 
 def test_what_ends_a_process_is_not_held_up() -> None:
-    """`sys.exit` in user code ends the worker; that is for the server to see."""
+    """`sys.exit` in user code exits the worker, which the server notices."""
     with pytest.raises(SystemExit):
         Bench(raising(SystemExit(3))).frame(batch_size=3)
 
@@ -386,7 +386,7 @@ def test_what_else_is_no_exception_is_a_failure_all_the_same(error: BaseExceptio
     ids=["none", "lists", "arrays", "dicts"],
 )
 def test_samples_that_cannot_be_collated_are_a_failure(make: Any, type_name: str, message: str) -> None:
-    """In torch's words."""
+    """The failure has torch's text."""
     failure = Bench(Made(make)).failure(batch_size=3)
     assert (failure.type, failure.message) == (type_name, message)
 
@@ -421,7 +421,7 @@ def test_what_cannot_travel_is_a_failure_with_its_path(batch: Any, path: str) ->
 
 
 def test_an_element_type_that_cannot_travel_is_a_failure_with_its_path_in_the_default_collate_too() -> None:
-    """The samples' arrays are as any array."""
+    """Arrays of samples are checked like any array."""
     failure = Bench(Made(lambda index: {"a": np.zeros(2, np.longdouble)})).failure()
     assert failure.type == "teleloader.EncodeError"
     assert failure.message.startswith("cannot encode batch['a']: unsupported dtype")
@@ -437,13 +437,13 @@ def test_a_batch_that_is_too_large_is_a_failure() -> None:
 
 
 def test_a_failure_travels_however_small_batches_must_be() -> None:
-    """The limit is on batches: a traceback longer than it must not end the worker."""
+    """The size limit does not apply to failures, so that a long traceback does not exit the worker."""
     bench = Bench(raising(ValueError("x" * 2000)), max_batch_bytes=2**10)
     assert bench.failure(batch_size=3).type == "ValueError"
 
 
 def test_a_place_that_cannot_be_had_is_a_failure() -> None:
-    """A full system is an error at that batch; the failure itself is small."""
+    """If no memory is available, the batch is a failure, which itself is small."""
 
     class Full(Bench):
         def _place(self, nbytes: int) -> NDArray[np.uint8]:
@@ -476,7 +476,7 @@ def test_a_dataset_that_is_not_hosted_is_a_failure() -> None:
 
 
 def test_describe_needs_no_traceback() -> None:
-    """An exception that was never raised has none."""
+    """An exception that was never raised has no traceback, and is described without one."""
     failure = describe(ValueError("x"), [0, 1, 2], -1)
     assert (failure.type, failure.message, failure.traceback) == ("ValueError", "x", "ValueError: x\n")
     assert (failure.indices, failure.worker) == ([0, 1, 2], -1)

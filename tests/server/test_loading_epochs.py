@@ -1,4 +1,4 @@
-"""The epoch of a dataset: whenever a batch of epoch e is computed, the dataset's epoch is e."""
+"""Epoch of a dataset: whenever a batch of epoch e is computed, the dataset's epoch is e."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Rows(Made):
         self.told: list[int] = []
 
     def set_epoch(self, epoch: int) -> None:
-        """Note it."""
+        """Record the epoch."""
         self.told.append(epoch)
         self.epoch = epoch
 
 
 class Stream:
-    """An iterable-style dataset in the order of its epoch, which its samples show."""
+    """Iterable-style dataset in the order of its epoch, which its samples show."""
 
     def __init__(self, length: int = 8) -> None:
         self._length = length
         self.epoch = -1
 
     def set_epoch(self, epoch: int) -> None:
-        """Decide the next iteration's order."""
+        """Select the next iteration's order."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -49,7 +49,7 @@ class Stream:
 
 
 def epoch_of(epoch: int, length: int = 8) -> list[list[int]]:
-    """The batches of an epoch of `Stream`."""
+    """Return the batches of an epoch of `Stream`."""
     stream = Stream(length)
     stream.set_epoch(epoch)
     samples = list(stream)
@@ -68,7 +68,7 @@ def test_a_map_style_dataset_has_the_epoch_of_each_batch(requests: list[tuple[in
 
 
 def test_a_dataset_of_the_callers_process_is_told_before_each_batch() -> None:
-    """Without workers the caller, or another loader, may have set another epoch since the last batch."""
+    """Without workers, the caller or another loader may have set another epoch since the last batch."""
     dataset = Rows()
     bench = Bench(dataset, worker=-1)
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_passes_that_take_turns_draw_what_they_drew_before() -> None:
 
 
 def test_only_some_passes_are_remembered() -> None:
-    """A client that requests ever more epochs does not fill the worker's memory."""
+    """A client that requests many epochs does not fill the worker's memory."""
     bench = Bench(Stream())
     for epoch in range(2 * MAX_PASSES):
         bench.batch(0, epoch, **STREAM)

@@ -32,7 +32,7 @@ def test_randomness_is_the_same_whoever_loads_a_batch_and_when(seeding: Seeding)
 @pytest.mark.parametrize("seeding", ["batch", "sample"])
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"epoch": 1}])
 def test_each_seed_and_epoch_has_its_own_randomness(seeding: Seeding, changed: dict[str, int]) -> None:
-    """No number is drawn twice."""
+    """No random number occurs twice."""
     numbers: list[list[float]] = []
 
     def make(index: int) -> int:
@@ -49,7 +49,7 @@ def test_each_seed_and_epoch_has_its_own_randomness(seeding: Seeding, changed: d
 
 
 def test_each_rank_has_its_own_randomness() -> None:
-    """Two ranks do not augment alike, though both load a batch 0."""
+    """Ranks have different random numbers in batches with the same number."""
     first, second = (draws("batch", [0], batch_size=4, rank=rank, world_size=2) for rank in (0, 1))
     assert not {tuple(pair) for pair in first.values()} & {tuple(pair) for pair in second.values()}
 
@@ -71,7 +71,7 @@ def test_randomness_for_each_batch_is_that_of_the_batch() -> None:
 
 
 def test_a_bulk_is_seeded_too() -> None:
-    """`__getitems__` draws after the seed of its batch."""
+    """`__getitems__` draws with the seed of its batch."""
 
     class Random(Bulk):
         def __getitems__(self, indices: list[int]) -> list[Any]:
@@ -83,7 +83,7 @@ def test_a_bulk_is_seeded_too() -> None:
 
 
 def test_the_collate_function_draws_after_the_same_seed() -> None:
-    """Random padding and mixing are a part of the batch."""
+    """The random numbers of padding and mixing depend on the batch's seed."""
     for seeding in ("batch", "sample"):
         bench = Bench(Made(lambda index: 0), collate=lambda samples: random.random(), seeding=seeding)
         assert bench.batch(0) == bench.batch(0) != bench.batch(1)
@@ -91,7 +91,7 @@ def test_the_collate_function_draws_after_the_same_seed() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**64 - 1])
 def test_every_seed_seeds_every_generator(seed: int) -> None:
-    """random, NumPy's and torch's; of the 64 bits NumPy and torch take 32."""
+    """random, NumPy's and torch's generators are seeded; NumPy and torch use 32 of the 64 bits."""
     need("torch")
     import torch
 
@@ -117,7 +117,7 @@ def test_the_generators_do_not_draw_the_same_numbers() -> None:
 
 
 def test_seeds_and_samples_are_the_same_in_another_process() -> None:
-    """Whichever worker of whichever server loads it, a batch holds the same random numbers."""
+    """A batch has the same random numbers on every worker and server."""
     program = (
         "from tests.server.bench import draws\n"
         "print(repr([draws(seeding, [1], batch_size=4, seed=9) for seeding in ('batch', 'sample')]))\n"
@@ -130,14 +130,14 @@ def test_seeds_and_samples_are_the_same_in_another_process() -> None:
 
 
 def draw() -> tuple[float, float, float, float]:
-    """A number of each generator of this process."""
+    """Return a number of each generator of this process."""
     import torch
 
     return random.random(), float(np.random.random()), float(np.random.normal()), float(torch.rand(()))
 
 
 def seed(number: int) -> None:
-    """All of them; NumPy keeps the second of two normal numbers for the next call."""
+    """Seed all generators, and clear NumPy's stored second normal number."""
     import torch
 
     random.seed(number)

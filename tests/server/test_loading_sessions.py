@@ -1,4 +1,4 @@
-"""Batches that no plan describes: of an order of the client's own, and of shards of an iterable-style dataset."""
+"""Batches without a plan: of client-side samplers, and of shards of iterable-style datasets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_batch_holds_what_the_client_lists() -> None:
     ids=repr,
 )
 def test_an_index_may_be_anything_that_travels(indices: list[Any]) -> None:
-    """The dataset is indexed with it as it is."""
+    """Any value that can be sent reaches the dataset unchanged as an index."""
     dataset = Seen()
     bench = Bench(dataset, collate=len)
     assert bench.batch(indices=indices, batch_size=1) == len(indices)
@@ -53,7 +53,7 @@ def test_an_index_may_be_anything_that_travels(indices: list[Any]) -> None:
 
 @pytest.mark.parametrize("index", [4, [4, 5], "name", ()], ids=repr)
 def test_without_batches_what_is_listed_is_one_index(index: Any) -> None:
-    """A sampler may give lists to read in bulk by hand."""
+    """Without batches, a list is one index, so that a sampler can read in bulk itself."""
     dataset = Seen()
     assert Bench(dataset).batch(indices=index, batch_size=None) == 0
     assert dataset.indices == [index]
@@ -85,14 +85,14 @@ def test_a_bulk_is_read_as_the_client_lists_it() -> None:
 
 
 def test_a_failure_names_the_numbers_that_the_client_listed() -> None:
-    """Other indices are shown by nothing."""
+    """The failure has the indices that are integers, and omits others."""
     bench = Bench(raising(ValueError("damaged")))
     assert bench.failure(3, indices=[9, 2], batch_size=1).indices == [9, 2]
     assert bench.failure(3, indices=[9, (1, 2), 2], batch_size=1).indices == [9, 2]
 
 
 def test_a_dataset_without_a_length_can_be_indexed() -> None:
-    """An order of the client's own does not need it."""
+    """A client-side sampler needs no length."""
 
     class Endless:
         def __getitem__(self, index: int) -> int:
@@ -150,14 +150,14 @@ def test_one_shard_makes_every_batch(num_workers: int) -> None:
 
 
 def test_an_incomplete_batch_of_a_shard_may_be_left_out() -> None:
-    """Its samples are counted all the same: they were there."""
+    """The samples of a dropped batch count as fetched."""
     bench = Bench(Stream(3))
     assert bench.batch(0, drop_last=True, **STREAM).tolist() == [0, 1]
     assert bench.batch(1, drop_last=True, **STREAM) == End(3, replica=True)
 
 
 def test_each_epoch_is_a_new_pass() -> None:
-    """The dataset is iterated over again, from its beginning."""
+    """The dataset is iterated from its beginning in each epoch."""
     bench = Bench(Stream(3))
     for epoch in (0, 1, 5):
         assert bench.batch(0, epoch, **STREAM).tolist() == [0, 1]
@@ -243,6 +243,6 @@ def test_what_a_batch_should_have_held_is_known_without_making_it() -> None:
 
 
 def test_of_a_shard_it_cannot_be_known() -> None:
-    """However far it goes; a task of an iterable-style dataset states no length."""
+    """The indices of a shard's batches are unknown."""
     for batch in (0, 11, 10**6):
         assert indices_of(task(batch, length=0, session="mine", num_workers=2)) == []

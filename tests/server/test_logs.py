@@ -1,4 +1,4 @@
-"""The server's log, as text and as JSON."""
+"""Log of the server, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_line_says_what_it_is_about() -> None:
 
 
 def test_a_line_has_the_traceback() -> None:
-    """In the same line."""
+    """The JSON line contains the traceback."""
     made = record("failed")
     try:
         int("damaged")
@@ -54,7 +54,7 @@ def test_a_line_has_the_traceback() -> None:
 
 
 def test_a_line_for_people_ends_with_what_one_may_search_for() -> None:
-    """The message first; ids that are not known are not mentioned."""
+    """A text line has the message first, followed by the known IDs."""
     plain = TextFormatter().format(record("worker %d is gone", 3))
     assert plain.endswith(" WARNING worker 3 is gone")
     known = TextFormatter().format(record("gone", batch=7, loader="0f1e", headers="secret"))
@@ -70,7 +70,7 @@ def test_a_line_names_the_request_that_it_is_written_for() -> None:
 
 
 def test_a_line_for_people_has_its_traceback_below() -> None:
-    """After the ids."""
+    """The traceback follows the IDs."""
     made = record("failed", worker=1)
     try:
         int("damaged")

@@ -47,7 +47,7 @@ def report(fetch: float = 0.01, *, failed: bool = False) -> Report:
 
 
 def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", indices: tuple[int, ...] = ()) -> None:
-    """A batch has failed."""
+    """Record a failed batch."""
     frame = to_bytes(task(0).batch_id, Failure(kind, message, traceback, list(indices), 0))
     pool.computed(0, task(0), np.frombuffer(frame, np.uint8), report(failed=True))
 
@@ -169,13 +169,13 @@ def report_at(elapsed: float, waited: float) -> ConsumerReport:
 
 
 def consumer(name: str, epoch: int = 0, principal: str = "anyone", loader: str = SPEC.key) -> Consumer:
-    """A pass through an epoch."""
+    """Return the identity of an iteration through an epoch."""
     share = PrincipalShare(Quota(principal, 2**20, 10), 0.0)
     return Consumer(share, name, Loader(loader, SPEC, 0, 1), (loader, epoch), EpochState(), 0, 0.0, 0.0)
 
 
 def _mark(metrics: Counters, now: float) -> None:
-    """Note all totals, as the collector does each second."""
+    """Mark all totals, as the collector does each second."""
     for counters in metrics.marked():
         counters.mark(now)
     metrics.keep_recent(now)
@@ -256,7 +256,7 @@ def test_a_report_that_another_has_overtaken_says_nothing_new() -> None:
 
 
 def test_a_client_that_counts_anew_begins_anew() -> None:
-    """Its process was started again, with the same name: no share is taken over both lives, and none below 0."""
+    """After a restart of a client with the same name, no rate spans both processes, and none is negative."""
     loop = LoopCounters(0.0)
     for second in range(5):
         loop.add_report(report_at(second, 0.5 * second), second)

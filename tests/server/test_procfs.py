@@ -18,7 +18,7 @@ PTRACE_TRACEME = 0
 
 @contextmanager
 def child(run: Callable[[], object]) -> Iterator[int]:
-    """A process that does this, then waits until it is killed."""
+    """Run a function in a child process, which then waits until it is killed."""
     pid = os.fork()
     if pid == 0:
         run()
@@ -37,7 +37,7 @@ def stop() -> None:
 
 
 def be_traced() -> None:
-    """Stop as a process does that a debugger holds."""
+    """Stop like a process under a debugger."""
     ctypes.CDLL(None).ptrace(PTRACE_TRACEME, 0, 0, 0)
     stop()
 

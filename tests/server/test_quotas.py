@@ -1,4 +1,4 @@
-"""Sharing of workers, memory and event loop between principals: none can use the share of another."""
+"""Sharing of workers, memory and event loop between principals: no principal can use another one's share."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_the_only_worker_of_a_consumer_is_not_preempted() -> None:
 
 
 def test_a_capped_consumer_may_use_all_workers_after_its_removal() -> None:
-    """A minute after its last request."""
+    """The cap ends with the consumer's removal a minute after its last request."""
     service = Service(workers=2)
     request = service.request("hangs", TRAIN, 0, 100, of="hangs")
     service.decide()

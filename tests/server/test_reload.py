@@ -12,7 +12,7 @@ from teleloader_server.config import DatasetConfig
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder from which can be imported."""
+    """Return a folder from which modules can be imported."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path.resolve()
 

@@ -20,14 +20,14 @@ STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
 
 
 class Ordered:
-    """Twenty numbers in the same order each time."""
+    """Dataset of twenty numbers in the same order each time."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(20))
 
 
 class Unordered:
-    """Twenty numbers in another order each time."""
+    """Dataset of twenty numbers in another order each time."""
 
     _iterations = itertools.count()
 
@@ -36,7 +36,7 @@ class Unordered:
 
 
 class Drawn:
-    """Twenty numbers in an order that the worker's generators decide."""
+    """Dataset of twenty numbers in an order that depends on the worker's generators."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.permutation(20).tolist())
@@ -57,11 +57,11 @@ class Kept:
             yield self.order[self.position - 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The order and the position."""
+        """Return the order and the position."""
         return {"order": self.order, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Both."""
+        """Restore the order and the position."""
         self.order, self.position = state["order"], state["position"]
 
 
@@ -69,12 +69,12 @@ class Unkeepable(Kept):
     """Dataset whose state contains values that cannot be saved."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A function."""
+        """Return a function."""
         return {"order": lambda: 0}
 
 
 class Consumed:
-    """Twenty numbers, each of which is given once."""
+    """Dataset of twenty numbers, each of which is yielded once."""
 
     left: list[int]
 
@@ -96,7 +96,7 @@ def replaced(old: Bench, make: Make) -> Bench:
 
 
 def taken(bench: Bench, numbers: range, **spec: Any) -> list[int]:
-    """The samples of these batches."""
+    """Return the samples of these batches."""
     return [sample for k in numbers for sample in bench.batch(k, **{**STREAM, **spec}).tolist()]
 
 
@@ -152,7 +152,7 @@ class Interrupted:
 
 
 def interrupted(make: Make) -> Bench:
-    """A worker that has fetched samples for its first batch, and has not delivered it."""
+    """Return a worker that has fetched samples for its first batch without delivering it."""
     bench = Bench(Interrupted(make()))
     bench.failure(0, **STREAM_OF_FOUR)
     assert bench.loading.passes.reached is None
@@ -182,7 +182,7 @@ def test_a_replacement_ends_an_empty_shard_of_which_the_end_was_delivered() -> N
 
 
 class Nothing:
-    """No sample."""
+    """Empty dataset."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(())
@@ -247,7 +247,7 @@ def test_a_new_session_does_not_repeat_an_iterator_without_a_state(epoch: int) -
 
 
 def in_new_session(old: Bench, make: Make, *, epoch: int = 0) -> tuple[Bench, dict[str, Any]]:
-    """Return a worker of a server that has forgotten the session, and the spec with which a client registers it."""
+    """Return a worker of a server that has lost the session, and the spec with which a client registers it."""
     assert old.loading.passes.reached is not None
     return Bench(make()), {**STREAM, "delivered": delivered.pack(epoch, [old.loading.passes.reached.shard])}
 

@@ -1,4 +1,4 @@
-"""A worker's share of an iterable-style dataset, in batches that can be had again: by counting, or from a state."""
+"""A worker's shard of an iterable-style dataset, in batches that can be computed again by counting, or from a state."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def shard(
     restart: Callable[[], object] = never,
     state: str | None = None,
 ) -> Shard:
-    """A pass through `dataset`; `restart` is called when it is iterated again."""
+    """Return an iteration of `dataset`, which calls `restart` when it starts again."""
 
     class Watched(RandomNumbers):
         begun = False
@@ -91,7 +91,7 @@ def outcome(of: Shard, number: int) -> Outcome:
 
 
 def everything(of: Shard) -> list[Outcome]:
-    """All outcomes before the end."""
+    """Return all outcomes before the end."""
     found: list[Outcome] = []
     while (next_one := outcome(of, len(found))) is not None:
         found.append(next_one)
@@ -109,7 +109,7 @@ def test_batches_are_those_of_torchs_fetcher() -> None:
 
 
 def test_an_incomplete_batch_may_be_left_out() -> None:
-    """Its samples were taken nevertheless."""
+    """The samples of a dropped incomplete batch count as fetched."""
     dropping = shard(Counting(5), drop_last=True)
     assert everything(dropping) == [[0, 1], [2, 3]]
     assert dropping.samples == 5
@@ -242,7 +242,7 @@ def test_a_dataset_that_cannot_begin_fails_once_and_ends(first: int) -> None:
 
 
 def test_what_is_no_iterable_fails_once_and_ends() -> None:
-    """``iter()`` raises a TypeError."""
+    """The failure is the TypeError of ``iter()``; the shard then ends."""
     failing = shard(5)
     with pytest.raises(TypeError, match="'int' object is not iterable"):
         failing.fetch(0)
@@ -271,7 +271,7 @@ class Keeping(Counting):
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there."""
+        """Continue from the position."""
         self.position = state["position"]
 
 
@@ -394,7 +394,7 @@ class Both(Keeping):
 
 
 class _Doubling:
-    """Each number of the owner twice."""
+    """Iterator that yields each number of its owner twice."""
 
     def __init__(self, owner: Both) -> None:
         self._owner = owner
@@ -439,11 +439,11 @@ class Late(Counting):
             yield self._position - 1
 
     def state_dict(self) -> dict[str, int]:
-        """Fails before the first sample."""
+        """Return the state, or raise before the first sample."""
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue there with the next iteration."""
+        """Restore the state in the next iteration."""
         self._loaded = state["position"]
 
 
@@ -458,11 +458,11 @@ class Foreign(Counting):
     """Dataset with a state_dict() as in mosaicml-streaming and litdata, which only their own loaders can call."""
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """Fails when it is called as torchdata does."""
+        """Raise if called as torchdata does."""
         return {}
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Never called."""
+        """Do nothing: this method is never called."""
 
 
 class Half(Counting):
@@ -471,7 +471,7 @@ class Half(Counting):
     state_dict = None
 
     def load_state_dict(self) -> None:
-        """Takes no state."""
+        """Accept no state."""
 
 
 @pytest.mark.parametrize("make", [Foreign, Half])
@@ -487,18 +487,18 @@ def test_only_methods_of_torchdatas_protocol_are_called(make: Keeper) -> None:
 
 
 class Stating(Keeping):
-    """A dataset with another state besides its position."""
+    """Dataset with another state in addition to its position."""
 
     def __init__(self, limit: int, also: Any = None) -> None:
         super().__init__(limit)
         self.also = also
 
     def state_dict(self) -> Any:
-        """Both."""
+        """Return both states."""
         return {"position": self.position, "also": self.also}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Both."""
+        """Restore both states."""
         self.position, self.also = state["position"], state["also"]
 
 
@@ -556,7 +556,7 @@ def test_a_state_that_cannot_be_kept_is_an_error_that_names_the_reason(also: Any
 
 @pytest.mark.parametrize("text", ["", "{}", "AAAA", "\u00e9", "VExGMQ=="])
 def test_a_damaged_state_is_an_error(text: str) -> None:
-    """States come from clients, so nothing about them is believed."""
+    """States come from clients, so that every part is verified."""
     with pytest.raises(StateMismatch, match="invalid state of a dataset or sampler"):
         shard(Stating(5), state=text).fetch(1)
 

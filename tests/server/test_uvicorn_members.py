@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 
 
 def named_in(owner: type) -> Iterator[str]:
-    """The names of the methods of a class, and of all attributes of ``self`` and ``super()`` that they use."""
+    """Return the names of a class's methods, and of the attributes of ``self`` and ``super()`` that they use."""
     for node in ast.walk(ast.parse(inspect.getsource(owner))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name

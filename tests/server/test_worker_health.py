@@ -65,7 +65,7 @@ def decide(health: WorkerHealth, now: float, *, is_stopped: bool = False, limits
 
 
 def killed(health: WorkerHealth, stops: list[bool], limits: Limits = LIMITS) -> float | None:
-    """Return the time after which a worker without progress is killed; None if it outlives these checks."""
+    """Return the time after which a worker without progress is killed; None if it survives these checks."""
     interval = check_interval(limits)
     for check, is_stopped in enumerate(stops, start=1):
         now = START + check * interval
@@ -93,7 +93,7 @@ def test_time_counts_from_the_last_progress() -> None:
 
 
 def test_time_in_which_the_server_did_not_run_does_not_count() -> None:
-    """Nor is it a credit for later."""
+    """Time in which the server did not run neither counts nor is credited later."""
     health = busy()
     health.excuse(3, START + 5)
     assert health.is_overdue(1.5, START + 5)
@@ -103,7 +103,7 @@ def test_time_in_which_the_server_did_not_run_does_not_count() -> None:
 
 
 def test_a_stop_is_timed_from_the_first_observation_to_the_last() -> None:
-    """A process that was seen to run between two stops starts anew."""
+    """The time restarts if the process runs between two stops."""
     timer = StopTimer()
     assert timer.observe(100, is_stopped=True) == 0
     assert timer.observe(103, is_stopped=True) == 3
@@ -148,7 +148,7 @@ def test_no_pattern_of_stops_keeps_an_unresponsive_worker(stops: list[bool]) -> 
 
 
 def test_a_worker_without_work_is_never_killed() -> None:
-    """Idle or stopped, for any time."""
+    """An idle worker is never killed, even if it is stopped."""
     for is_stopped in (False, True):
         assert killed(WorkerHealth(START, ready=True), [is_stopped] * 1000) is None
 
@@ -225,12 +225,12 @@ def test_a_useful_worker_is_replaced_at_once_and_a_useless_one_ever_later() -> N
 
 @given(failures=st.integers(1, 10**6))
 def test_backoff_is_bounded(failures: int) -> None:
-    """For any number of failures."""
+    """The backoff has an upper limit for any number of failures."""
     assert MIN_BACKOFF <= backoff(failures) <= backoff(failures + 1) <= MAX_BACKOFF
 
 
 def test_the_time_until_a_replacement_is_ready_is_measured_once() -> None:
-    """From the exit; the first process of a pool replaces none."""
+    """The time starts at the exit; the first process of a pool replaces none."""
     restarts = Restarts()
     assert not restarts.record_ready(START)
     restarts.exited(LOST, busy(), START)
@@ -246,7 +246,7 @@ starts = st.sampled_from(["exits", "lacks a resource", "fails to fork"])
 def test_a_worker_that_does_not_start_is_reported_in_bounded_time(
     events: list[tuple[str, float]], limits: Limits
 ) -> None:
-    """After three exits, or once the machine has lacked a resource for `batch_timeout`."""
+    """It is reported after three exits, or once the machine has lacked a resource for `batch_timeout`."""
     restarts, now, exits, lacking_since = Restarts(), START, 0, None
     for event, seconds in events:
         now += seconds

@@ -57,7 +57,7 @@ def test_a_message_is_decoded_as_it_was_encoded(kind: Any, data: st.DataObject) 
 
 
 def test_each_message_has_a_code() -> None:
-    """Only parts of messages have none."""
+    """Each message has a code, in contrast to parts of messages."""
     defined = {
         found for found in vars(messages).values()
         if isinstance(found, type) and issubclass(found, tuple) and found.__module__ == messages.__name__

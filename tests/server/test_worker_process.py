@@ -17,7 +17,7 @@ from teleloader_shared.spec import LoaderSpec
 
 
 def task(batch: int) -> Task:
-    """The task of a batch."""
+    """Return the task of a batch."""
     return Task(LoaderSpec(dataset="data"), 100, BatchId("key", 0, batch))
 
 

@@ -19,14 +19,14 @@ def address(array: NDArray[Any]) -> int:
 
 
 def test_a_buffer_nobody_holds_is_used_again() -> None:
-    """The same memory, so no page is touched for the first time."""
+    """The memory is the same, so that its pages need not be allocated again."""
     pool = BufferPool()
     first = address(pool.take(10**6))
     assert address(pool.take(10**6)) == first
 
 
 def test_a_view_keeps_its_buffer() -> None:
-    """However small, and through any number of views of views."""
+    """A view of any size, and any number of views of views, keeps the buffer."""
     pool = BufferPool()
     view = pool.take(10**6)[100:200].view(np.int32).reshape(5, 5)[1:]
     kept = address(view)
@@ -58,7 +58,7 @@ def test_a_tensor_keeps_its_buffer() -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 63, 4096, 65_537, 10**6])
 def test_buffers_are_aligned(nbytes: int) -> None:
-    """To 64 bytes, as the arrays in a frame are."""
+    """Buffers are aligned to 64 bytes, as the arrays in a frame are."""
     buffer = BufferPool().take(nbytes)
     assert len(buffer) == nbytes
     assert address(buffer) % 64 == 0
@@ -82,7 +82,7 @@ def test_free_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_much_too_large_buffers_are_not_taken() -> None:
-    """A small batch does not hold a large buffer."""
+    """A small batch does not use a large buffer."""
     pool = BufferPool()
     large = address(pool.take(10**7))
     assert address(pool.take(10**6)) != large

@@ -1,4 +1,4 @@
-"""A frame carries a batch to the bit, lies in memory as documented, and is read as written or refused."""
+"""A frame transfers a batch bit for bit, has the documented layout, and is read as written or rejected."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def encoded(content: object, **how: Any) -> NDArray[np.uint8]:
 
 
 def decoded(frame: NDArray[np.uint8] | bytes | bytearray, **how: Any) -> Any:
-    """The batch, or the failure, of a frame."""
+    """Return the batch, or the failure, of a frame."""
     return read(KeptMemory(np.frombuffer(frame, np.uint8)), **how).content
 
 
@@ -94,13 +94,13 @@ def forged(
 
 
 def pad(out: bytearray, keep_free: int) -> None:
-    """A bin8 after which, and after `keep_free` bytes more, a multiple of 64 is reached."""
+    """Return a bin8 that is followed, `keep_free` bytes later, by a multiple of 64."""
     size = -(len(out) + 2 + keep_free) % ALIGNMENT
     out += bytes((0xC4, size)) + bytes(size)
 
 
 def header_of(tree: object, **more: object) -> dict[str, object]:
-    """A header with the fields that must be there."""
+    """Return a header with the required fields."""
     return {"loader": "k", "epoch": 0, "batch": 0, "padding": 0, "tree": tree, **more}
 
 
@@ -306,7 +306,7 @@ def test_frames_stand_one_after_another() -> None:
 
 
 def test_a_body_that_ends_within_a_frame_is_refused() -> None:
-    """However much of the last frame has come; the frames before it are good."""
+    """Any truncation of the last frame is detected; the frames before it are valid."""
     first, second = encoded([1]), encoded({"a": np.zeros(100)})
     body = np.concatenate([first, second])
     for end in range(len(first) + 1, len(body)):
@@ -586,7 +586,7 @@ SEEDS = [
 
 @st.composite
 def mutations(draw: st.DrawFn) -> bytes:
-    """A frame without checksum after some accidents; its size and shape are mended, to get past the first checks."""
+    """Return a frame without checksum after random damage, with corrected size and shape to pass the first checks."""
     frame = bytearray(draw(st.sampled_from(SEEDS)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(frame) - 1) | st.integers(PROLOGUE_SIZE, min(len(frame), 250) - 1))
@@ -705,7 +705,7 @@ def test_a_missing_library_is_named(compression: Compression, package: str, monk
 
 
 def test_nested_claims_take_no_memory() -> None:
-    """A header of lists that each claim to have as many items as the header has bytes is refused in bounds."""
+    """A header of nested lists with huge declared lengths is rejected with bounded memory."""
     claims = b"\xdd" + (250_000).to_bytes(4)
     header = msgpack.packb(header_of(0))[:-1] + claims * 900 + bytes(250_000)
     with memory_within(128 * 2**20), pytest.raises(ProtocolError):

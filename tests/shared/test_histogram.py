@@ -16,13 +16,13 @@ TIMES = st.floats(1e-6, 1e4)
 
 
 def exact(times: list[float], share: float) -> float:
-    """The quantile of some times: the least of them that so large a share does not exceed."""
+    """Return the smallest of the times that is at least the given quantile."""
     return sorted(times)[math.ceil(share * len(times)) - 1]
 
 
 @given(st.lists(TIMES, min_size=1, max_size=200))
 def test_quantiles_are_five_percent_off_at_most(times: list[float]) -> None:
-    """From a microsecond to hours; count, mean and maximum are exact."""
+    """The error is at most 5 % from a microsecond to hours; count, mean and maximum are exact."""
     counted = Histogram()
     counted.add(times)
     found = counted.latency()
@@ -34,7 +34,7 @@ def test_quantiles_are_five_percent_off_at_most(times: list[float]) -> None:
 
 @given(st.lists(TIMES, min_size=1, max_size=50), st.integers(0, 100))
 def test_what_took_no_time_counts_too(times: list[float], zeros: int) -> None:
-    """Steps for which nothing was measured."""
+    """Times of zero count, too."""
     counted = Histogram()
     counted.add(times)
     found = counted.latency(zeros)
@@ -45,7 +45,7 @@ def test_what_took_no_time_counts_too(times: list[float], zeros: int) -> None:
 
 
 def test_nothing_has_no_latency() -> None:
-    """All is 0."""
+    """Without times, all figures are 0."""
     assert Histogram().latency() == Latency(0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 

@@ -17,7 +17,7 @@ REPORTS = st.builds(
 
 @given(REPORTS)
 def test_a_report_arrives(report: ConsumerReport) -> None:
-    """To the millisecond."""
+    """Reports arrive with a precision of a millisecond."""
     said = report.to_header()
     assert len(said) <= MAX_REPORT
     found = ConsumerReport.from_header(said)

@@ -37,7 +37,7 @@ fixed = settings(max_examples=examples(100))
 
 
 def listing(length: int, key: int) -> Ints:
-    """The whole order."""
+    """Return the whole order."""
     return Permutation(length, key)(np.arange(length, dtype=np.int64))
 
 
@@ -223,7 +223,7 @@ def test_a_copy_made_by_pickle_gives_the_same_order(length: int) -> None:
 
 
 def test_it_says_what_it_is() -> None:
-    """Length and key stand in the repr."""
+    """The repr contains length and key."""
     order = Permutation(10, 255)
     assert repr(order) == "Permutation(length=10, key=0xff)"
 
@@ -238,7 +238,7 @@ def test_it_says_what_it_is() -> None:
     ],
 )
 def test_a_length_or_key_out_of_range_is_refused(length: int, key: int, message: str) -> None:
-    """The refusal names the value and its bounds."""
+    """The error has the value and its bounds."""
     with pytest.raises(ValueError, match=message):
         Permutation(length, key)
 
@@ -264,7 +264,7 @@ def test_positions_of_another_type_are_refused(dtype: type[np.generic]) -> None:
 
 
 def normal_score(chi_square: float, degrees: float) -> float:
-    """A chi-square value as standard deviations of a normal variable (Wilson & Hilferty)."""
+    """Return a chi-square value in standard deviations of a normal variable (Wilson & Hilferty)."""
     variance = 2 / (9 * degrees)
     return (math.cbrt(chi_square / degrees) - (1 - variance)) / math.sqrt(variance)
 
@@ -275,7 +275,7 @@ def score_of_counts(observed: NDArray[np.integer] | Floats, expected: float | Fl
 
 
 def consecutive_keys(count: int) -> Sequence[int]:
-    """0, 1, 2 ..."""
+    """Return the keys 0, 1, 2 ..."""
     return range(count)
 
 
@@ -332,7 +332,7 @@ def scores(listings: Ints) -> dict[str, float]:
 
 
 def statistics(listings: Ints) -> dict[str, tuple[Floats, float, float]]:
-    """Numbers taken from each listing, with the mean and the variance that they have over all N! orders."""
+    """Return statistics of each listing, with their mean and variance over all N! orders."""
     n = listings.shape[1]
     centred = (listings - (n - 1) / 2) / math.sqrt((n * n - 1) / 12)
     stride = 2 ** ((n - 1).bit_length() // 2)  # positions this far apart share one half of the network's input
@@ -353,7 +353,7 @@ def statistics(listings: Ints) -> dict[str, tuple[Floats, float, float]]:
 
 
 def cycle_counts(listings: Ints) -> Floats:
-    """Into how many cycles each listing falls: every number learns the smallest of its cycle, in doubling steps."""
+    """Return each listing's number of cycles: every number learns the smallest one of its cycle, in doubling steps."""
     places = np.broadcast_to(np.arange(listings.shape[1]), listings.shape)
     smallest, jump = places, listings
     for _ in range(listings.shape[1].bit_length()):
@@ -363,7 +363,7 @@ def cycle_counts(listings: Ints) -> Floats:
 
 
 def parity(listings: Ints) -> float:
-    """Half of the listings are odd permutations."""
+    """Compare the share of odd permutations with one half."""
     odd = (listings.shape[1] - cycle_counts(listings)) % 2
     return float((odd - 0.5).sum()) / math.sqrt(len(listings) / 4)
 
@@ -379,7 +379,7 @@ def batch_means(listings: Ints) -> float:
 
 
 def marginals(listings: Ints) -> float:
-    """Coarse positions and coarse values are unrelated."""
+    """Compare coarse positions with coarse values, which must be independent."""
     count, n = listings.shape
     coarse = np.arange(n) * CELLS // n
     sizes = np.bincount(coarse).astype(float)
@@ -447,19 +447,19 @@ def test_a_stretch_of_a_huge_order_is_spread_evenly(step: int) -> None:
 
 
 def unshuffled(length: int, key: int) -> Ints:
-    """No shuffle at all."""
+    """Return the numbers without shuffling."""
     return np.arange(length, dtype=np.int64)
 
 
 def affine(length: int, key: int) -> Ints:
-    """Position * factor + shift: a cheap shuffle that is often used."""
+    """Return position * factor + shift: a cheap shuffle that is often used."""
     source = random.Random(key)
     factor = next(f for f in iter(lambda: source.randrange(1, length), 0) if math.gcd(f, length) == 1)
     return (np.arange(length, dtype=np.int64) * factor + source.randrange(length)) % length
 
 
 def same_for_all_keys(length: int, key: int) -> Ints:
-    """A good order, but the same in each epoch."""
+    """Return a good order that is the same in each epoch."""
     return listing(length, 0)
 
 
@@ -490,14 +490,14 @@ def even_orders(length: int, key: int) -> Ints:
 
 
 def evenly_dealt(length: int, key: int) -> Ints:
-    """Batches that are more alike than chance makes them: each takes its share of every part of the range."""
+    """Return batches that are more alike than random ones: each has an equal part of every range."""
     rng = np.random.default_rng(key)
     order = np.arange(length).reshape(BATCH, -1)
     return rng.permuted(rng.permuted(order, axis=1).T, axis=1).ravel()
 
 
 def with_rounds(rounds: int) -> Shuffle:
-    """Ours, with another number of rounds."""
+    """Return teleloader's shuffle with another number of rounds."""
 
     def shuffle(length: int, key: int) -> Ints:
         with pytest.MonkeyPatch.context() as patch:

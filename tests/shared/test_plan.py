@@ -32,7 +32,7 @@ tails: tuple[Tail, ...] = ("pad", "drop", "uneven")
 
 @st.composite
 def loaders(draw: st.DrawFn, tail: Tail | None = None, drop_last: bool | None = None) -> LoaderSpec:
-    """Any loader, as its rank 0 registers it."""
+    """Return a strategy for loaders, as their rank 0 registers them."""
     batch_size = draw(st.none() | st.integers(1, 40) | st.integers(900, 1200))
     dropping = draw(st.booleans()) if drop_last is None else drop_last
     return LoaderSpec(
@@ -47,12 +47,12 @@ def loaders(draw: st.DrawFn, tail: Tail | None = None, drop_last: bool | None = 
 
 
 def plans_of_ranks(spec: LoaderSpec, length: int, epoch: int) -> list[Plan]:
-    """The plans of all ranks that share the epoch."""
+    """Return the plans of all ranks that share the epoch."""
     return [Plan(dataclasses.replace(spec, rank=rank), length, epoch) for rank in range(spec.world_size)]
 
 
 def order_of(spec: LoaderSpec, length: int, epoch: int) -> Ints:
-    """The epoch's order, computed apart from the plan."""
+    """Return the epoch's order, computed independently of the plan."""
     positions = np.arange(length, dtype=np.int64)
     return Permutation(length, derive("order", spec.seed, epoch))(positions) if spec.shuffle else positions
 
@@ -69,7 +69,7 @@ def interleaved(batches: Sequence[Ints]) -> list[int]:
 
 
 def global_batches(spec: LoaderSpec, length: int, epoch: int) -> list[list[int]]:
-    """The global batches of an epoch; a rank without a batch k has no part in it."""
+    """Return the global batches of an epoch; a rank without a batch k has no part of it."""
     plans = plans_of_ranks(spec, length, epoch)
     return [interleaved([plan[k] for plan in plans if k < len(plan)]) for k in range(max(map(len, plans)))]
 
@@ -239,7 +239,7 @@ def test_a_batch_does_not_depend_on_what_was_asked_before(
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_what_a_caller_does_to_a_batch_changes_no_later_one(shuffle: bool) -> None:
-    """An array that was handed out is either read-only or the caller's own: writing to it never changes the plan."""
+    """Arrays are read-only or the caller's own: writing to one never changes the plan."""
     plan = Plan(LoaderSpec(dataset="d", batch_size=4, shuffle=shuffle), 12, 0)
     before = [batch.tolist() for batch in plan]
     for k in range(len(plan)):

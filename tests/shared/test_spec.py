@@ -1,4 +1,4 @@
-"""A loader is checked at birth, and its key is a digest that every server and every client computes alike."""
+"""Validation of a loader's spec, and its key, a digest that servers and clients compute alike."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_spec_survives_json(values: dict[str, Any]) -> None:
 
 
 def test_a_field_left_out_has_its_default() -> None:
-    """Only the dataset must be named."""
+    """Only the dataset is required."""
     assert LoaderSpec.from_json({"dataset": "d"}) == LoaderSpec(dataset="d")
     assert LoaderSpec.from_json({"dataset": "d", "seed": 4, "shuffle": True}) == LoaderSpec(
         dataset="d", seed=4, shuffle=True
@@ -244,7 +244,7 @@ def test_a_value_that_no_loader_can_have_is_refused(name: str, expected: str, va
 
 
 def test_every_field_has_values_that_are_refused() -> None:
-    """The rule above leaves no field out."""
+    """The rule above covers every field."""
     assert [name for name, _, _ in REFUSED] == [field.name for field in dataclasses.fields(LoaderSpec)]
 
 
@@ -263,7 +263,7 @@ def test_single_samples_have_no_last_batch_to_drop() -> None:
 
 @pytest.mark.parametrize("field", ["collate", "worker_init", "session"])
 def test_a_name_that_is_too_long_is_not_repeated_at_length(field: str) -> None:
-    """Its beginning is enough."""
+    """The error truncates a long name."""
     assert getattr(LoaderSpec.from_json({"dataset": "d", field: "x" * 512}), field) == "x" * 512
     with pytest.raises(InvalidSpec, match=f"{field} must be null or a string of 1 to 512 characters, got 'xxx") as no:
         LoaderSpec.from_json({"dataset": "d", field: "x" * 10**6})
@@ -274,7 +274,7 @@ def test_a_name_that_is_too_long_is_not_repeated_at_length(field: str) -> None:
     "field", ["dataset", "fingerprint", "batch_size", "shuffle", "tail", "compression", "seed", "x"]
 )
 def test_a_value_is_not_repeated_at_length(field: str) -> None:
-    """Nor is it walked through, when it is nested as deeply as JSON is read: that would be a RecursionError."""
+    """The error truncates long values, and does not traverse nested ones, which would raise RecursionError."""
     nested: list[Any] = []
     for _ in range(sys.getrecursionlimit()):
         nested = [nested]
@@ -326,7 +326,7 @@ def test_the_ends_of_the_ranges_are_valid() -> None:
 
 
 def test_a_spec_cannot_be_changed() -> None:
-    """A key that was handed out stays true."""
+    """Specs are immutable, so that keys stay valid."""
     spec = LoaderSpec(dataset="d")
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.seed = 1  # type: ignore[misc]

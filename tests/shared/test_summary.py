@@ -1,4 +1,4 @@
-"""A line for each part of a batch."""
+"""Summary with one line for each part of a batch."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def no_leaf(name: str, shape: tuple[int, ...], kind: str) -> Any:
 
 
 def described(batch: object) -> Any:
-    """The description alone, as it comes out of msgpack on the other side."""
+    """Return the description as read from msgpack."""
     return msgpack.unpackb(msgpack.packb(flatten(batch)[0]))
 
 
@@ -223,7 +223,7 @@ def test_an_array_that_is_yet_to_be_written_must_be_of_a_known_type(name: str) -
 
 
 class Colour(enum.IntEnum):
-    """An int that is more than an int."""
+    """Subclass of int with further attributes."""
 
     RED = 1
 
@@ -326,7 +326,7 @@ def test_what_an_instance_holds_besides_its_fields_is_not_lost_silently() -> Non
 
 
 def test_a_field_that_is_not_set_is_an_error_with_its_path() -> None:
-    """A dataclass may leave fields without a value; then it cannot travel."""
+    """A dataclass with an unset field cannot be encoded."""
     box = Box(1)
     del box.low
     with pytest.raises(
@@ -336,7 +336,7 @@ def test_a_field_that_is_not_set_is_an_error_with_its_path() -> None:
 
 
 def nested(depth: int, kind: str) -> Any:
-    """A value inside `depth` containers of a kind."""
+    """Return a value inside `depth` containers of a kind."""
     batch: Any = 0
     for _ in range(depth):
         batch = {
@@ -373,7 +373,7 @@ def test_containers_may_be_nested_so_deep_and_no_deeper(kind: str) -> None:
 
 
 def test_a_batch_that_holds_itself_is_refused() -> None:
-    """A cycle is found, not followed for ever."""
+    """A cycle raises an error instead of endless recursion."""
     cycle: list[Any] = [1]
     cycle.append({"again": cycle})
     with pytest.raises(EncodeError, match=r"^cannot encode batch\[1\]\['again'\]\[1\].*reference cycle"):
@@ -516,22 +516,22 @@ def test_a_namedtuple_cannot_have_fields_that_are_methods(names: list[str]) -> N
 
 
 class Outer:
-    """Classes inside a class, that have every reason not to be touched by a frame."""
+    """Classes inside a class that record accesses by frames."""
 
     class Place(NamedTuple):
-        """Found by its qualified name."""
+        """Class with a qualified name."""
 
         x: Any
 
     @dataclass
     class Crate:
-        """Found by its qualified name."""
+        """Class with a qualified name."""
 
         x: Any
 
 
 class Labelled(Point):
-    """A namedtuple with more to it: methods, and attributes of the class."""
+    """Namedtuple with further methods and class attributes."""
 
     unit = "m"
 
@@ -539,7 +539,7 @@ class Labelled(Point):
         raise AssertionError("a constructor was run")
 
     def norm(self) -> Any:
-        """A method."""
+        """Return a norm."""
         return abs(self.x) + abs(self.y)
 
 
@@ -588,7 +588,7 @@ def test_an_instance_is_made_without_running_code_of_its_class() -> None:
 
 
 class Hidden(type):
-    """A metaclass that notices when its class is looked at."""
+    """Metaclass that records accesses to its class."""
 
     def __getattribute__(cls, name: str) -> Any:
         raise AssertionError(f"{name} was looked at")
@@ -602,14 +602,14 @@ class Proxy:
 
 
 class Setter:
-    """A descriptor that notices when it is set."""
+    """Descriptor that records assignments."""
 
     def __set__(self, instance: object, value: object) -> None:
         raise AssertionError("a descriptor was run")
 
 
 class LazyModule(types.ModuleType):
-    """A module that loads at a touch."""
+    """Module that loads on access."""
 
     def __getattribute__(self, name: str) -> Any:
         raise AssertionError(f"{name} was looked at")
@@ -625,7 +625,7 @@ def with_finalizer() -> type:
 
 
 def abstract() -> type:
-    """A dataclass without instances."""
+    """Return a dataclass that cannot be instantiated."""
 
     @dataclass
     class Thing(ABC):
@@ -640,14 +640,14 @@ def abstract() -> type:
 
 
 def with_setter() -> type:
-    """A dataclass of which a field is a descriptor."""
+    """Return a dataclass in which a field is a descriptor."""
     made = make_dataclass("Thing", ["x", "y"])
     made.x = Setter()  # type: ignore[attr-defined]
     return made
 
 
 def with_property() -> type:
-    """A dataclass of which a field is a property."""
+    """Return a dataclass in which a field is a property."""
     made = make_dataclass("Thing", ["x", "y"])
     made.y = property(lambda self: 0)  # type: ignore[attr-defined]
     return made
@@ -677,7 +677,7 @@ UNFIT: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """A module of the reader's that frames may name."""
+    """Return a module of the reader that frames may name."""
     made = types.ModuleType("readers_own")
     monkeypatch.setitem(sys.modules, "readers_own", made)
     return made
@@ -740,13 +740,13 @@ def test_a_class_that_the_reader_has_not_is_made_once() -> None:
 
 
 def _keys_of_one_hash(count: int) -> list[Any]:
-    """-1 and -2 have the same hash, so tuples of them have."""
+    """Return tuples with equal hashes, based on the equal hashes of -1 and -2."""
     return [{"tuple": [-1 - (number >> bit & 1) for bit in range(16)]} for number in range(count)]
 
 
 @pytest.mark.parametrize("kind", ["dict", "ordereddict", "defaultdict", "counter", "set", "frozenset"])
 def test_keys_of_one_hash_are_few(kind: str) -> None:
-    """Each would be compared with all others: a body of some megabytes would take a server hours."""
+    """The number of keys with equal hashes is limited, as comparing megabytes of them would take hours."""
 
     def node(count: int) -> Any:
         keys = _keys_of_one_hash(count)

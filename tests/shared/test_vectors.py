@@ -59,7 +59,7 @@ def lacking(reason: str) -> None:
 
 
 def strict(value: Any) -> Any:
-    """JSON in which true is not 1."""
+    """Return JSON in a form in which true differs from 1."""
     if isinstance(value, dict):
         return {name: strict(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -101,7 +101,7 @@ def test_the_codec_reads_each_vector(name: str) -> None:
 
 
 def array_nodes(node: Any) -> list[list[Any]]:
-    """The array nodes of a tree, in the order in which they stand in it."""
+    """Yield the array nodes of a tree in order."""
     if isinstance(node, list):
         return [found for item in node for found in array_nodes(item)]
     if not isinstance(node, dict):
@@ -111,7 +111,7 @@ def array_nodes(node: Any) -> list[list[Any]]:
 
 
 def elements(segment: bytes, dtype: str, shape: list[int]) -> Any:
-    """The elements as nested lists."""
+    """Return the elements as nested lists."""
     if dtype == "bfloat16":
         array = (np.frombuffer(segment, "<u2").astype(np.uint32) << 16).view(np.float32)
     else:
@@ -120,7 +120,7 @@ def elements(segment: bytes, dtype: str, shape: list[int]) -> Any:
 
 
 def read_plainly(frame: bytes) -> dict[str, Any]:
-    """A frame as msgpack.Unpacker reads it, value by value, each at the offset that the documentation states."""
+    """Read a frame by msgpack.Unpacker, value by value, each at its documented offset."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(frame)
     count = unpacker.read_array_header()

@@ -1,4 +1,4 @@
-"""Batches of every kind that can travel, and whether two of them are the same to the bit."""
+"""Strategies for batches of every kind, and a bitwise comparison of batches."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class Frozen:
 
     @staticmethod
     def of(name: Any, size: Any) -> Frozen:
-        """An instance with both fields."""
+        """Return an instance with both fields."""
         made = Frozen(name)
         object.__setattr__(made, "size", size)
         return made
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The type `name` as NumPy, or ml_dtypes for it, has it."""
+    """Return the dtype `name` of NumPy, or of ml_dtypes."""
     return dtypes.NUMPY[name] if name in dtypes.NUMPY else np.dtype(getattr(ml_dtypes, name))
 
 
 def keep(bits: NDArray[Any], name: str, kind: str) -> Any:
-    """A reader's leaves: the array itself, with its type and kind."""
+    """Return a reader's leaf: the array with its dtype and kind."""
     array = bits if name in dtypes.NUMPY else bits.view(numpy_dtype(name))
     if kind == "scalar":
         return array[()]
@@ -79,7 +79,7 @@ class KeptMemory(Bits):
 
 
 def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
-    """Same containers in the same order, same types, same bits; only classes with fields need but look the same."""
+    """Assert that containers, types and bits are equal; classes with fields may differ but must have equal fields."""
     if hasattr(expected, "_fields") or is_dataclass(expected):
         assert type(got).__name__ == type(expected).__name__, path
         assert_same(items_by_field(got), items_by_field(expected), path)
@@ -109,7 +109,7 @@ def items_by_field(record: Any) -> dict[str, Any]:
 
 
 def bits_of(array: Any) -> bytes:
-    """The elements in C order, little-endian."""
+    """Return the elements' bytes in C order, little-endian."""
     return np.asarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
 
 
@@ -138,7 +138,7 @@ def _laid_out(array: NDArray[Any], layout: str) -> NDArray[Any]:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> NDArray[Any]:
-    """Arrays of every type, of few elements or none, with any bits, however they lie in memory."""
+    """Return a strategy for small arrays of every dtype, with any bits and memory layout."""
     dtype = numpy_dtype(draw(st.sampled_from(dtypes.NAMES)))
     shape = draw(st.lists(st.integers(0, 3), max_size=4))
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -166,7 +166,7 @@ keys = _key | st.tuples(_key, _key) | st.builds(Point, _key, _key) | st.frozense
 
 
 def containers(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Each kind of container of such items."""
+    """Return a strategy for each kind of container of such items."""
     return (
         st.lists(items, max_size=4)
         | st.lists(items, max_size=4).map(tuple)

@@ -1,4 +1,4 @@
-"""The package that the documentation calls ``my_package``: small, and with all that its pages name."""
+"""The package ``my_package`` of the documentation, with all objects that its pages name."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def described(about: str, frame: bytes, batch: Any, how: dict[str, Any]) -> dict
 
 
 def one_entry_a_line(record: dict[str, Any]) -> str:
-    """JSON that can be read and compared."""
+    """Return JSON in a form that can be read and compared."""
     entries = []
     for name, value in record.items():
         if name == "arrays" and value:
