@@ -127,7 +127,7 @@ def blocked(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
 ) -> ServerProcess:
     """Run a server whose dataset `slow` never returns a sample, with a token `first`."""
-    monkeypatch.setenv("GATE", str(tmp_path / "authenticator"))
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
     table.add("other")
     table.add("first")
     return start_server(f"{HOSTED}slow", f"{HOSTED}numbers", "--num-workers", "1", "--tokens", table.write())
@@ -200,7 +200,7 @@ def test_a_token_ends_what_waits_when_it_expires(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: TokenTable
 ) -> None:
     """A pending request ends when its token expires, without a change of the token file."""
-    monkeypatch.setenv("GATE", str(tmp_path / "authenticator"))
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
     expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 20))
     token = table.add("first", expires=expires)
     server = start_server(f"{HOSTED}slow", "--num-workers", "1", "--tokens", table.write())
@@ -239,7 +239,7 @@ def test_a_loader_in_the_servers_process_ends_with_the_scope_admin(
 # -- visibility of other users' data
 
 
-def test_stats_tell_consumers_of_different_tokens_apart(start_server: StartServer, table: TokenTable) -> None:
+def test_stats_separate_consumers_of_different_tokens(start_server: StartServer, table: TokenTable) -> None:
     """Clients choose the names of consumers, so two tokens may use the same name for the same loader and epoch."""
     tokens = {name: table.add(name) for name in ("first", "second")}
     server = start_server(f"{HOSTED}numbers", "--num-workers", "1", "--tokens", table.write())

@@ -205,7 +205,7 @@ def test_bodies_other_than_specs_are_rejected(client: httpx.Client, body: bytes)
      "%0d%0aX-Forged:%201", "{k}/epochs/0/batches?start=0&stop=1&ready=perhaps"],
     ids=lambda path: path[-24:],
 )  # fmt: skip
-def test_invalid_batch_addresses_are_rejected(client: httpx.Client, path: str) -> None:
+def test_invalid_batch_ids_are_rejected(client: httpx.Client, path: str) -> None:
     """Invalid batch IDs are rejected with a 4xx status; the server does not count up to large numbers."""
     key = client.post("/v1/loaders", json={"dataset": "numbers", "batch_size": 4}).json()["key"]
     _is_refused(client.get("/v1/loaders/" + path.replace("{k}", key)))

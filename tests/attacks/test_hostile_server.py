@@ -109,7 +109,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
         "nothing", "cut", "drip body", "trailers", "endless problem",
     ],
 )  # fmt: skip
-def test_an_answer_that_is_none_ends_in_an_error(attack: Callable[[socket.socket], None]) -> None:
+def test_an_invalid_response_ends_in_an_error(attack: Callable[[socket.socket], None]) -> None:
     """A response with an invalid head, size or pace results in an error, without a batch and without hanging."""
     assert isinstance(iterate(lambda _: attack), ServerUnavailable | ProtocolError)
 

@@ -127,7 +127,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize("index", [10**30, -(10**30), 2**64, -(2**63) - 1])
-def test_a_failure_at_an_index_of_many_digits_is_answered(index: int) -> None:
+def test_a_failure_at_an_index_of_many_digits_is_sent(index: int) -> None:
     """An object may be indexed by any value; an index that does not fit into a failure is omitted."""
     with serve(Refusing(), num_workers=1) as url, httpx.Client(base_url=url, trust_env=False) as client:
         shared = client.get("/stats").json()["workers"]

@@ -173,7 +173,7 @@ def test_a_remote_dataset_retries_requests_beyond_the_rate() -> None:
             assert list(several.map(lambda index: int(dataset[index]), range(24))) == list(range(24))
 
 
-def test_requests_without_a_token_are_limited_by_address() -> None:
+def test_requests_without_a_token_are_limited_by_ip_address() -> None:
     """Requests to any path, probes and invalid tokens count together; another IP address has its own rate.
 
     Requests with a valid token are accepted from an IP address that has exhausted its rate: a stranger behind the same
@@ -255,7 +255,7 @@ def test_shard_states_of_a_map_style_dataset_are_rejected(field: dict[str, Any])
         assert "map-style" in detail
 
 
-def test_connections_from_one_address_are_limited() -> None:
+def test_connections_from_one_ip_address_are_limited() -> None:
     """Other IP addresses, such as 127.0.0.2, have their own limit."""
     with limited(max_connections_per_address=5) as (url, _), ExitStack() as stack:
         mine = [stack.enter_context(Raw(url, source="127.0.0.2")) for _ in range(5)]

@@ -93,7 +93,7 @@ def test_a_resume_elsewhere_is_found(place: str) -> None:
     assert check([*history(WHOLE)[:7], f"begin {place}"], expected).misplaced
 
 
-def test_an_epoch_may_be_over_before_it_could_be_said() -> None:
+def test_an_epoch_may_end_before_its_end_is_recorded() -> None:
     """A state after the last batch may refer to the start of the next epoch."""
     lines = [*history(WHOLE)[:-2], "saved 1 0", *history(WHOLE, epoch=1)]
     verdict = check(lines, expected)

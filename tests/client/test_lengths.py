@@ -65,12 +65,12 @@ def test_too_many_are_warned_of_at_each_further_batch(num_workers: int) -> None:
     assert said == [text.format(2, 3), text.format(2, 4)]
 
 
-def test_a_length_that_nobody_asked_for_is_not_exceeded() -> None:
+def test_a_length_that_was_not_requested_is_not_exceeded() -> None:
     """Excess batches cause a warning only after len(loader) was called, as with torch."""
     assert warned([1, 2, 3], [part(3)], samples=2) == []
 
 
-def test_as_many_as_it_said_are_right() -> None:
+def test_the_right_number_of_samples_causes_no_warning() -> None:
     """The right number of samples causes no warning, in any number of batches."""
     assert warned([1, 2, 3], [part(3)], asked=3, samples=3) == []
     assert warned([[1, 2, 3]], [part(3)], asked=3, samples=3) == []
@@ -154,13 +154,13 @@ def test_shards_that_begin_differently_are_not_replicas(pair: tuple[Any, Any]) -
     assert warned(list(pair), [whole(4)] * 2, num_workers=2) == []
 
 
-def test_shards_that_asked_which_they_are_are_not_replicas() -> None:
+def test_shards_that_used_their_worker_info_are_not_replicas() -> None:
     """One shard that used its worker info prevents the warning: equal data may then be intended."""
     assert warned([0, 0], [part(4)] * 2, num_workers=2) == []
     assert warned([0, 0], [whole(4), part(4)], num_workers=2) == []
 
 
-def test_where_shards_may_not_repeat_nothing_is_said() -> None:
+def test_shards_that_may_not_repeat_cause_no_warning() -> None:
     """Nothing is reported if a worker_init_fn may split the data, or after the first warning."""
     assert warned([0, 0], [whole(4)] * 2, num_workers=2, may_repeat=False) == []
 

@@ -67,7 +67,7 @@ def test_a_batch_that_is_there_is_not_waited_for(url: str) -> None:
     assert found.waited == pytest.approx(waited, rel=0.5)
 
 
-def test_a_wait_that_goes_on_is_told() -> None:
+def test_a_wait_in_progress_is_measured() -> None:
     """The data wait grows during a wait, as another thread can see; a wait that times out counts too."""
     gate = threading.Event()
 

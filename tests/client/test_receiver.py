@@ -40,7 +40,7 @@ def once(wrong: Callable[[Request], bytes | int]) -> Answer:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_answers_are_handed_over_in_order(order: str) -> None:
+def test_batches_are_returned_in_order(order: str) -> None:
     """Without faults, batches arrive in order from the fake server."""
     assert load(Request.right, order) == ORDERS[order][2]
 
@@ -72,7 +72,7 @@ def flipped(request: Request) -> bytes:
         "twice", "more than asked", "not now",
     ],
 )  # fmt: skip
-def test_a_wrong_answer_is_asked_for_again(wrong: Callable[[Request], bytes | int], order: str) -> None:
+def test_a_wrong_response_is_requested_again(wrong: Callable[[Request], bytes | int], order: str) -> None:
     """Damaged or unrequested batches are rejected and requested again, with seeded order and client-side samplers."""
     assert load(once(wrong), order) == ORDERS[order][2]
 
@@ -83,7 +83,7 @@ def test_a_server_that_is_always_wrong_is_an_error() -> None:
         load(lambda request: flipped(request) if request.stop > 4 else request.right())
 
 
-def test_an_answer_that_states_too_much_is_not_received() -> None:
+def test_a_response_with_too_large_a_size_is_not_received() -> None:
     """A response whose declared size exceeds the limit is not received."""
     with pytest.raises(ProtocolError, match=r"invalid response with Content-Length .*: expected 1 to"):
         load(lambda request: bytes(READY_BYTES + 2**12 + 1), max_batch_bytes=2**12)
@@ -131,7 +131,7 @@ def test_each_index_list_is_sent_with_its_batch() -> None:
     assert seen == dict(enumerate(LISTS))
 
 
-def test_an_answer_may_be_shorter_than_what_was_listed() -> None:
+def test_a_response_may_have_fewer_batches_than_listed() -> None:
     """Batches that a response does not contain are requested again, with their indices."""
     asked: list[int] = []
 

@@ -145,7 +145,7 @@ def test_what_a_loader_server_cannot_do_now_is_requested_again(status: int) -> N
 
 
 @pytest.mark.parametrize("asked", ["7", "5000"])
-def test_the_time_that_a_server_asks_for_is_waited(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_waits_as_long_as_retry_after(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client waits as long as Retry-After states, but no longer than `reconnect_timeout` has left."""
     waits: list[float] = []
     monkeypatch.setattr(ReorderBuffer, "sleep", lambda _, seconds: waits.append(seconds))
@@ -278,7 +278,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("registers_slowly", [True, False])
-def test_a_server_that_answers_health_checks_slowly_is_waited_for(registers_slowly: bool) -> None:
+def test_the_client_waits_for_a_server_with_slow_health_checks(registers_slowly: bool) -> None:
     """A server whose health checks take longer than half of `stall_timeout` is not repeatedly taken for unavailable.
 
     The client waits for a response at least twice as long as recent responses took. It therefore never disconnects from

@@ -131,7 +131,7 @@ def test_what_is_compressed_unasked_is_not_unpacked() -> None:
             server.datasets()
 
 
-def test_an_answer_has_a_limit() -> None:
+def test_the_size_of_a_response_is_limited() -> None:
     """An endless response is not read beyond a limit."""
     with (
         answering(b" " * (MAX_JSON_BYTES + 2**20)) as server,

@@ -159,7 +159,7 @@ def test_rules_make_of_metrics_what_they_should(tmp_path: Path) -> None:
     check(promtool, "test", "rules", tmp_path / "rules.test.yml")
 
 
-def test_rules_ask_for_metrics_that_there_are(start_server: StartServer) -> None:
+def test_rules_use_existing_metrics(start_server: StartServer) -> None:
     """Rules use names and labels that a server exports."""
     import httpx
 

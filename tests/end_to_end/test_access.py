@@ -114,7 +114,9 @@ PATHS = (
 
 
 @pytest.mark.parametrize("token", [None, "not-one-of-the-servers-tokens", "old", "\N{SNOWMAN}"])
-def test_without_a_good_token_nothing_is_told(server: ServerProcess, tables: TokenTable, token: str | None) -> None:
+def test_without_a_valid_token_nothing_is_revealed(
+    server: ServerProcess, tables: TokenTable, token: str | None
+) -> None:
     """All endpoints except probes respond with 401, whether the resource exists or not."""
     shown = tables.secrets.get(str(token), token)
     with httpx.Client(base_url=server.url) as client:
@@ -170,7 +172,7 @@ def test_what_holds_up_others_needs_admin(server: ServerProcess, tables: TokenTa
 # -- the client
 
 
-def test_a_client_with_a_token_is_let_in(
+def test_a_client_with_a_token_is_authenticated(
     server: ServerProcess, tables: TokenTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The token may be an argument, an environment variable, or in a file that a variable names."""
@@ -195,7 +197,7 @@ def test_a_client_with_a_token_is_let_in(
         ("numbers", Forbidden, "requires 'read:many'"),
     ],
 )
-def test_a_client_without_is_told_at_once_what_to_do(
+def test_a_client_without_a_token_gets_an_error_at_once(
     server: ServerProcess, tables: TokenTable, token: str | None, kind: type[AccessDenied], advice: str
 ) -> None:
     """A client without a token raises an error without retries."""
@@ -203,7 +205,7 @@ def test_a_client_without_is_told_at_once_what_to_do(
         RemoteDataset(server.url, "many", token=tables.secrets.get(str(token), token), reconnect_timeout=1e9)
 
 
-def test_a_dataset_that_is_not_there_is_still_told_of(server: ServerProcess, tables: TokenTable) -> None:
+def test_an_unknown_dataset_is_still_reported(server: ServerProcess, tables: TokenTable) -> None:
     """Tokens for all datasets get the error for an unknown dataset."""
     with pytest.raises(UnknownDataset, match="hosts 'numbers', 'many'"):
         RemoteDataset(server.url, "nothing", token=tables.secrets["all"])
@@ -294,7 +296,7 @@ def test_a_server_that_others_reach_needs_tokens(given: tuple[str, ...], table: 
     assert "Traceback" not in done.err
 
 
-def test_a_server_that_lost_its_token_file_accepts_nobody(table: TokenTable, start_server: StartServer) -> None:
+def test_a_server_without_its_token_file_rejects_all_clients(table: TokenTable, start_server: StartServer) -> None:
     """A server that requires tokens rejects all clients while its token file is missing."""
     token = table.add("first")
     server = start_server(NUMBERS, "--num-workers", "1", "--tokens", table.write())
@@ -309,7 +311,7 @@ def test_a_server_that_lost_its_token_file_accepts_nobody(table: TokenTable, sta
     assert len(RemoteDataset(server.url, token=token)) == 100
 
 
-def test_insecure_has_to_be_said(start_server: StartServer) -> None:
+def test_a_server_without_tokens_requires_the_option_insecure(start_server: StartServer) -> None:
     """With --insecure the server starts without tokens, and logs a warning."""
     server = start_server(NUMBERS, "--num-workers", "1", "--host", "0.0.0.0", "--insecure")
     server.await_line("WARNING authentication is disabled, and the server sends batches without encryption")

@@ -124,7 +124,7 @@ def test_each_dataset_is_checked_whatever_the_others_do() -> None:
     assert [bool(dataset["problems"]) for dataset in json.loads(done.out)["datasets"]] == [True, False]
 
 
-def test_what_datasets_print_does_not_disturb_the_answer() -> None:
+def test_output_of_datasets_does_not_disturb_the_report() -> None:
     """Output of datasets goes to stderr."""
     done = check("--json", CHECKED + "talkative", "--batches", "1")
     assert "{building}" in done.err

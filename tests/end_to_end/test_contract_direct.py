@@ -453,7 +453,7 @@ def test_several_iterators_at_once(loader_of: Any, iterable: bool) -> None:
 
 
 @BOTH
-def test_indices_are_drawn_and_samples_loaded_only_when_the_loop_asks(loader_of: Any) -> None:
+def test_indices_are_drawn_and_samples_loaded_only_on_request(loader_of: Any) -> None:
     """Nothing is prefetched, so that a sampler can use all results of the training."""
     happened: list[str] = []
 

@@ -367,7 +367,7 @@ def test_a_finished_batch_does_not_wait_for_the_next_one(num_workers: int) -> No
         assert [batch.item() for batch in iterator] == [1, 2, 3]
 
 
-def test_a_timeout_is_told_and_the_iterator_goes_on() -> None:
+def test_a_timeout_is_raised_and_the_iterator_continues() -> None:
     """A42: a slow batch raises ``DataLoader timed out after 4 seconds``, and can be received afterwards."""
     gate = multiprocessing.get_context("fork").Event()
 

@@ -168,7 +168,7 @@ def _counts(plan: Any) -> list[int]:
     return counts
 
 
-def test_a_dataset_that_does_not_ask_whether_there_is_a_worker() -> None:
+def test_a_dataset_that_does_not_check_for_worker_info() -> None:
     """A17: without workers get_worker_info() is None; code that ignores this fails as in torch, with a hint."""
 
     class Forgetful(IterableDataset):  # type: ignore[misc]

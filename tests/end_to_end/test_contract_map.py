@@ -208,7 +208,7 @@ def test_workers_that_wait_for_each_other(num_workers: int) -> None:
 # -- kinds of dataset
 
 
-def test_both_kinds_are_told_apart() -> None:
+def test_the_server_reports_both_kinds() -> None:
     """A18: the server reports kind and length; a map-style dataset needs no base class."""
 
     class Plain:

@@ -165,7 +165,7 @@ def test_shared_objects_of_multiprocessing() -> None:
         assert all(said.get() != os.getpid() for _ in range(3))
 
 
-def test_locks_of_threads_that_nobody_holds() -> None:
+def test_datasets_may_have_released_locks() -> None:
     """A dataset may have locks, lambdas, open files and generators, which only the start method fork supports."""
     lock = threading.Lock()
     with open(__file__) as file:

@@ -106,7 +106,7 @@ def test_small_data_cost_no_more_than_one_message_each(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
-def test_as_many_processes_as_were_asked_for(num_workers: int) -> None:
+def test_as_many_processes_as_requested(num_workers: int) -> None:
     """A4: ``num_workers=N`` starts N processes, each of which loads its part; none of them is this one."""
     with few_cpus_are_fine(), ours(ProcessIds(64), num_workers=num_workers) as loader:
         pids = set(_flat(loader))
@@ -114,7 +114,7 @@ def test_as_many_processes_as_were_asked_for(num_workers: int) -> None:
         assert os.getpid() not in pids
 
 
-def test_a_server_has_as_many_workers_as_it_was_told(start_server: StartServer) -> None:
+def test_a_server_has_its_configured_number_of_workers(start_server: StartServer) -> None:
     """A4: a shared server has its configured number of workers, whatever clients request."""
     server = start_server("--num-workers", "2", "pids=tests.end_to_end.contract:ProcessIds")
     with few_cpus_are_fine():
@@ -354,7 +354,7 @@ def test_a_script_without_a_main_guard_serves(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["the script runs", "[('collated', 0, 1), ('collated', 2, 3)]"]
 
 
-def test_a_trainer_needs_no_multiprocessing(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_training_process_needs_no_multiprocessing(start_server: StartServer, tmp_path: Path) -> None:
     """A40: the training process starts no process, so that no rule of start methods applies to the script."""
     server = start_server("numbers=tests.end_to_end.contract:Numbers")
     script = tmp_path / "script.py"
@@ -376,7 +376,7 @@ def test_start_methods_are_accepted_without_effect() -> None:
 # -- resources
 
 
-def test_stats_tell_where_the_time_goes() -> None:
+def test_stats_show_where_the_time_goes() -> None:
     """A30: statistics have the times of fetch, collate and encode, busy workers and data wait."""
     with serve(Made(lambda i: np.full(10_000, i), 40)) as url:
         loader = DataLoader(RemoteDataset(url), 4, seed=0)
@@ -412,7 +412,7 @@ def test_little_shared_memory_is_enough() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_batch_that_does_not_fit_is_told_with_the_figures(num_workers: int) -> None:
+def test_a_batch_that_does_not_fit_is_an_error_with_the_figures(num_workers: int) -> None:
     """A44: a batch above the limit fails with its size and the limit; others arrive."""
     dataset = Made(lambda i: np.zeros(1000 if i != 2 else 2**20, np.uint8), 4)
     served = {"max_batch_bytes": 2**19, "num_workers": num_workers}

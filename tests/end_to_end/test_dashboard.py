@@ -160,7 +160,7 @@ def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Ope
     until(page.locator("#state"), "Draining")
 
 
-def test_the_worst_verdict_is_the_first_sentence(server: MadeUpServer, open_page: Open) -> None:
+def test_the_worst_diagnosis_is_the_first_sentence(server: MadeUpServer, open_page: Open) -> None:
     """The order is loader, network, balanced, training; below it are the numbers of consumers of each."""
     diagnoses = [UNKNOWN, TRAINER, BALANCED, NETWORK, CONSUMER.diagnosis]
     consumers = [
@@ -193,7 +193,7 @@ def test_the_sentence_is_read_out_only_when_it_is_another(server: MadeUpServer, 
     until(page.locator("#announced"), "Network-bound")
 
 
-def test_who_reads_nothing_is_told_how_to(server: MadeUpServer, open_page: Open) -> None:
+def test_a_page_without_consumers_shows_client_code(server: MadeUpServer, open_page: Open) -> None:
     """Without consumers, the page shows code with its own URL and a hosted dataset."""
     server.stats = made_up(consumers=0)
     page = open_page(server.url)
@@ -264,9 +264,7 @@ def test_a_stream_that_ends_is_taken_up_again(server: MadeUpServer, open_page: O
     assert server.watchers == 2
 
 
-def test_a_stream_that_is_refused_is_asked_for_again(
-    server: MadeUpServer, open_page: Open, visits: list[Visit]
-) -> None:
+def test_a_rejected_stream_is_requested_again(server: MadeUpServer, open_page: Open, visits: list[Visit]) -> None:
     """The page retries after a status such as 503, at which browsers give up, and marks old figures meanwhile."""
     page = open_page(server.url)
     server.refusing = True
@@ -302,7 +300,7 @@ def test_two_hundred_consumers_can_be_used(server: MadeUpServer, open_page: Open
     assert rows.all_inner_texts() == ["trainer-0"]
 
 
-def test_a_consumer_that_has_gone_is_not_shown(server: MadeUpServer, open_page: Open) -> None:
+def test_a_disconnected_consumer_is_not_shown(server: MadeUpServer, open_page: Open) -> None:
     """Disconnected consumers disappear, those of the stream and those requested separately."""
     server.stats = made_up(consumers=200)
     page = open_page(server.url)
@@ -351,7 +349,7 @@ def test_every_text_stands_out_from_its_ground(server: MadeUpServer, open_page: 
 
 
 @pytest.mark.parametrize("width", [1280, 800, PHONE["width"]])
-def test_a_verdict_has_a_line_of_its_own(server: MadeUpServer, open_page: Open, width: int) -> None:
+def test_a_diagnosis_has_its_own_line(server: MadeUpServer, open_page: Open, width: int) -> None:
     """The advice has the whole width of the table, below the figures, and is visible without expanding."""
     page = open_page(server.url, viewport={"width": width, "height": 800})
     figures, sentence = (row(page, "trainer-0").get_by_role("cell").nth(n).bounding_box() for n in (6, 7))
@@ -430,7 +428,7 @@ def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Op
     until(page.locator("#consumers tbody"), "speed up the stage 'fetch'")
 
 
-def test_a_slow_loop_is_called_trainer_bound(servers: ExitStack, open_page: Open) -> None:
+def test_a_slow_loop_is_called_training_bound(servers: ExitStack, open_page: Open) -> None:
     """The page states that the loader keeps up, and that no more workers are needed."""
     url = servers.enter_context(serve(hosted.Samples(int, 100_000), num_workers=1))
     servers.enter_context(training(RemoteDataset(url), step=0.05, batch_size=10, seed=0))

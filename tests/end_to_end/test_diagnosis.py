@@ -102,7 +102,7 @@ def test_a_loop_is_in_the_list_once() -> None:
     assert stats["consumers_total"] == 2
 
 
-def test_epochs_of_a_slow_loop_are_trainer_bound_however_short() -> None:
+def test_short_epochs_of_a_slow_loop_are_training_bound() -> None:
     """The diagnosis is right although one request fetches a whole short epoch."""
     with serve(Rows(0.002, length=10), num_workers=2) as url:
         consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.15)
@@ -117,7 +117,7 @@ def test_workers_of_its_own_are_set_where_the_loader_is_made() -> None:
     assert "of the DataLoader)" in consumer["diagnosis"]["advice"]
 
 
-def test_slow_training_is_called_trainer_bound() -> None:
+def test_slow_training_is_called_training_bound() -> None:
     """The advice states that fewer workers would suffice."""
     with serve(Rows(0.01), num_workers=3) as url:
         consumer, _ = told(url, DataLoader(RemoteDataset(url), 1, seed=0), 0.05)
@@ -138,7 +138,7 @@ def test_a_narrow_network_is_called_network_bound(start_server: StartServer) -> 
     assert "though batches are ready" in consumer["diagnosis"]["advice"]
 
 
-def test_a_loop_that_has_stopped_gets_no_verdict() -> None:
+def test_a_loop_that_has_stopped_gets_no_diagnosis() -> None:
     """A consumer without requests has no bottleneck that the server could see."""
     with serve(Rows(), num_workers=1) as url:
         iterator = iter(DataLoader(RemoteDataset(url), 1, seed=0))

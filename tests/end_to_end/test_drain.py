@@ -42,7 +42,7 @@ def asked(server: ServerProcess) -> bool:
     return any(worker["state"] == "busy" for worker in server.stats()["workers"])
 
 
-def test_what_was_asked_is_answered(start_server: StartServer, gate: Path) -> None:
+def test_pending_requests_are_completed(start_server: StartServer, gate: Path) -> None:
     """Meanwhile new requests are rejected because the server is stopping; then it exits with code 0."""
     server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "30")
     path = register(server, "slow")
@@ -70,7 +70,7 @@ def test_what_was_asked_is_answered(start_server: StartServer, gate: Path) -> No
     assert server.process.wait(10) == 0
 
 
-def test_who_waits_in_vain_is_told(start_server: StartServer, gate: Path) -> None:
+def test_requests_that_cannot_be_completed_get_an_error(start_server: StartServer, gate: Path) -> None:
     """Requests that cannot be completed get 503 before the grace period ends, without an error in the log."""
     server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "1")
     path = register(server, "slow")

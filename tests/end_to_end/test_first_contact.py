@@ -156,7 +156,7 @@ def test_no_server_on_another_machine() -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "cpu-box", "tcp://cpu-box:8000"])
-def test_an_address_that_is_no_url(url: str) -> None:
+def test_an_invalid_server_url(url: str) -> None:
     """The error has the expected form."""
     assert refusal(ValueError, url) == f"invalid server URL {url!r}: expected http://host:port"
 

@@ -87,7 +87,7 @@ def test_a_range_of_what_is_ready_states_its_size(server: httpx.Client, key: str
     assert 1 <= len(_frames(answer)) <= 7
 
 
-def test_a_registration_can_be_asked_for(server: httpx.Client, key: str) -> None:
+def test_a_registration_can_be_requested(server: httpx.Client, key: str) -> None:
     """The response equals that to the loader's registration."""
     registered = server.post("/v1/loaders", json={"dataset": "dataset", "batch_size": 8}).json()
     answer = server.get(f"/v1/loaders/{key}")

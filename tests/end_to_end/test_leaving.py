@@ -79,7 +79,7 @@ def test_a_program_that_leaves_says_nothing(server: ServerProcess, how: str) -> 
     assert (running.returncode, out, err) == (0, "", "")
 
 
-def test_an_exception_in_the_loop_is_all_that_is_told(server: ServerProcess) -> None:
+def test_an_exception_in_the_loop_is_the_only_output(server: ServerProcess) -> None:
     """The only output is the user's traceback."""
     running = program(server.url, "for batch in loader: raise ValueError('in the training step')")
     _, err = running.communicate(timeout=60)

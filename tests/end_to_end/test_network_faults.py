@@ -133,7 +133,7 @@ def test_all_connections_that_break_at_once_are_made_again(proxy: FaultProxy) ->
 # -- stalled connections
 
 
-def test_a_silent_network_is_an_error_in_bounded_time_and_is_gone_on_with(proxy: FaultProxy) -> None:
+def test_a_silent_network_is_an_error_in_bounded_time_from_which_a_loop_resumes(proxy: FaultProxy) -> None:
     """N2: after `stall_timeout` a health check detects it; an error follows after `reconnect_timeout`."""
     epoch = Checked(proxy.url, "large", 4, reconnect_timeout=1)
     epoch.take(3)
@@ -166,7 +166,7 @@ def _heal_after(proxy: FaultProxy, condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("fault", [Stall(), Stall(0), Omit()], ids=repr)
-def test_an_answer_that_stops_in_the_middle_is_asked_for_again(proxy: FaultProxy, fault: Fault) -> None:
+def test_a_response_that_stalls_is_requested_again(proxy: FaultProxy, fault: Fault) -> None:
     """N2: this holds although other responses arrive, and the connection stays open."""
     epoch = Checked(proxy.url, "large", 4)
     proxy.arm(fault)
@@ -357,7 +357,7 @@ def test_a_link_that_passes_bytes_one_by_one_passes_all(proxy: FaultProxy) -> No
     epoch.take()
 
 
-def test_a_trainer_that_takes_long_for_a_step_loses_nothing(start_server: StartServer) -> None:
+def test_a_slow_training_step_loses_nothing(start_server: StartServer) -> None:
     """N5: a step may exceed all timeouts of the client; the server keeps only the prefetched batches."""
     with FaultProxy(serve(start_server).url, seed=4) as proxy:
         server = httpx.Client(base_url=proxy.target)
@@ -388,7 +388,7 @@ def test_a_hundred_clients_return_to_a_server_that_restarts(start_server: StartS
         assert time.monotonic() - started < 10
 
 
-def test_a_name_that_moves_to_another_address_is_followed(
+def test_a_host_name_that_moves_to_another_ip_address_is_followed(
     start_server: StartServer, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """N12: the host name is resolved again for each connection."""

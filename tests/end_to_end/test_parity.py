@@ -242,7 +242,7 @@ def test_a_loop_that_draws_by_itself(name: str, num_workers: int) -> None:
     assert results[0] == results[1]
 
 
-def test_a_loop_that_is_left_and_begun_again() -> None:
+def test_a_loop_that_is_left_and_restarted() -> None:
     """``break`` and iter() start another epoch with new random numbers, as in torch."""
     results = []
     for loader_of in (torchs, None):

@@ -36,7 +36,7 @@ def test_torch_that_is_loaded_in_the_middle_of_a_batch_is_seeded(start_server: S
     assert epochs[0] == epochs[1] == epochs[2]
 
 
-def test_a_failure_is_not_kept_when_its_cause_has_gone(tmp_path: Path) -> None:
+def test_a_failure_is_not_kept(tmp_path: Path) -> None:
     """Each consumer's request for a failed batch is a new attempt."""
     broken = tmp_path / "broken"
     broken.touch()
@@ -187,7 +187,7 @@ def test_a_long_configuration_reaches_the_forkserver(start_server: StartServer, 
     assert len(RemoteDataset(server.url, "many")) == 5000
 
 
-def test_single_damaged_answers_are_not_three_in_a_row() -> None:
+def test_single_damaged_responses_are_not_three_in_a_row() -> None:
     """Each damaged response is requested again, whatever their number in an epoch."""
 
     def answer(request: Request) -> bytes:

@@ -178,7 +178,7 @@ def test_code_that_is_broken_for_a_while(module: Path, start_server: StartServer
     assert server.end() == 0
 
 
-def test_a_trainer_goes_on_over_a_reload(module: Path, start_server: StartServer) -> None:
+def test_training_continues_after_a_reload(module: Path, start_server: StartServer) -> None:
     """A reload is like any restart if the dataset's length is unchanged."""
     module.write_text("data = list(range(1000))\n")
     server = start_server("changing_dataset:data", "--reload", "--num-workers", "1")

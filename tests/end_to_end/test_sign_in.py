@@ -112,7 +112,7 @@ def test_a_person_signs_in_and_out(visit: Open, table: TokenTable, server: Serve
     assert not any(token in line for line in server.log)
 
 
-def test_a_wrong_token_is_told_of(visit: Open, table: TokenTable) -> None:
+def test_a_wrong_token_is_reported(visit: Open, table: TokenTable) -> None:
     """The form shows the error and is empty again; the right token is then accepted."""
     one = visit()
     until(one.page, "#state", "Signed out")
@@ -124,7 +124,7 @@ def test_a_wrong_token_is_told_of(visit: Open, table: TokenTable) -> None:
     until(one.page, "#facts", "version")
 
 
-def test_a_token_that_is_not_for_figures_is_told_of(visit: Open, table: TokenTable) -> None:
+def test_a_token_without_the_scope_stats_is_reported(visit: Open, table: TokenTable) -> None:
     """The page shows the missing scope; a signed-in user can sign out."""
     page = visit().page
     until(page, "#state", "Signed out")
@@ -290,7 +290,7 @@ def test_a_name_can_be_allowed(start_server: StartServer) -> None:
         assert httpx.get(f"{server.url}/readyz", headers={"Host": name}).status_code == 200
 
 
-def test_every_answer_has_what_protects_browsers(server: ServerProcess, table: TokenTable) -> None:
+def test_every_response_has_security_headers(server: ServerProcess, table: TokenTable) -> None:
     """Errors and pages have the security headers, and none may be embedded elsewhere."""
     with httpx.Client(base_url=server.url) as client:
         asked = [client.get(path) for path in ("/", "/dashboard/main.js", "/stats", "/nothing", "/healthz", "/session")]

@@ -78,7 +78,7 @@ def registered(url: str, **spec: Any) -> str:
 # -- the records
 
 
-def test_every_field_is_told(url: str) -> None:
+def test_every_field_is_reported(url: str) -> None:
     """The response has exactly the fields of the records."""
     iterator = iter(DataLoader(RemoteDataset(url, "rows"), 2, seed=0))
     next(iterator)
@@ -94,7 +94,7 @@ def test_every_field_is_told(url: str) -> None:
     assert set(described["components"]["schemas"]["Stats"]["properties"]) == set(found)
 
 
-def test_what_was_done_is_told() -> None:
+def test_totals_and_failures_are_reported() -> None:
     """Totals are exact; failed and slow batches have their indices."""
     with serve(Rows(), num_workers=2) as url:
         iterator = iter(DataLoader(RemoteDataset(url), 10, seed=0))
@@ -127,7 +127,7 @@ def test_what_was_done_is_told() -> None:
     assert server["batches_per_second"] > 0
 
 
-def test_an_epoch_that_only_its_end_tells_has_no_number_of_batches(url: str) -> None:
+def test_an_epoch_of_unknown_length_has_no_number_of_batches(url: str) -> None:
     """The number of batches is None."""
     iterator = iter(DataLoader(RemoteDataset(url, "stream"), 2))
     next(iterator)
@@ -159,7 +159,7 @@ def test_a_busy_worker_says_what_it_does(start_server: StartServer, tmp_path: Pa
     assert (worker["current_task"], worker["current_task_seconds"]) == (None, None)
 
 
-def test_a_killed_worker_is_told(start_server: StartServer) -> None:
+def test_a_killed_worker_is_reported(start_server: StartServer) -> None:
     """The statistics have the replacement's restart and the reason."""
     server = start_server("tests.end_to_end.hosted:many", "--num-workers", "2")
     os.kill(server.worker_pids()[0], signal.SIGKILL)
@@ -228,7 +228,7 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         yield json.loads(data)
 
 
-def test_the_stream_tells_the_same_again_and_again(url: str) -> None:
+def test_the_stream_sends_statistics_repeatedly(url: str) -> None:
     """The first event comes immediately, further ones after each interval."""
     with httpx.stream("GET", f"{url}/stats/stream", params={"interval": 0.5, "limit": 1}) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -438,7 +438,7 @@ def test_the_number_of_series_is_bounded(url: str) -> None:
     assert max(series.values()) <= 3 * 2 * 60, series.most_common(3)
 
 
-def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(url: str) -> None:
+def test_the_grafana_dashboard_uses_existing_metrics(url: str) -> None:
     """The dashboard's metrics and labels exist."""
     registered(url)  # starts the workers
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))
@@ -461,7 +461,7 @@ def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(url: str) -> 
 # -- cost
 
 
-def test_memory_is_measured_for_all_who_ask_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_share_a_measurement_of_memory(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring takes at most 1 % of the time, because the kernel is slow: requests share results."""
     from teleloader_server.workers import procfs
 

@@ -305,7 +305,7 @@ def connected(url: str) -> socket.socket:
     return found
 
 
-def test_who_never_finishes_the_handshake_is_let_go(server: ServerProcess, files: Files) -> None:
+def test_an_unfinished_handshake_closes_the_connection(server: ServerProcess, files: Files) -> None:
     """Connections that stall before or during the handshake are closed; other clients are not affected."""
     hello = b"\x16\x03\x01\x02\x00\x01"
     silent = [connected(server.url) for _ in range(100)]
@@ -318,7 +318,7 @@ def test_who_never_finishes_the_handshake_is_let_go(server: ServerProcess, files
                 pass  # an alert may come first
 
 
-def test_garbage_in_the_place_of_a_handshake_is_let_go(server: ServerProcess, files: Files) -> None:
+def test_garbage_in_place_of_a_handshake_closes_the_connection(server: ServerProcess, files: Files) -> None:
     """Invalid handshakes close the connection without one log line for each."""
     for _ in range(50):
         with connected(server.url) as one:
@@ -331,7 +331,7 @@ def secured(url: str, files: Files) -> ssl.SSLSocket:
     return ssl.create_default_context(cafile=files.ca).wrap_socket(connected(url), server_hostname="127.0.0.1")
 
 
-def test_an_answer_without_end_is_given_up_over_tls(files: Files) -> None:
+def test_an_endless_response_is_an_error_over_tls(files: Files) -> None:
     """A response whose bytes arrive in time but never end raises an error."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*files.make("dripping", "127.0.0.1"))
@@ -353,7 +353,7 @@ def test_an_answer_without_end_is_given_up_over_tls(files: Files) -> None:
     assert sent > 1
 
 
-def test_a_request_that_breaks_a_rule_is_answered_over_tls(server: ServerProcess, files: Files) -> None:
+def test_a_request_that_breaks_a_rule_gets_a_response_over_tls(server: ServerProcess, files: Files) -> None:
     """The response arrives completely, and the connection is closed."""
     for request, status in (
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000, b"431 "),
@@ -369,14 +369,14 @@ def test_a_request_that_breaks_a_rule_is_answered_over_tls(server: ServerProcess
             assert answer.endswith(b"}")
 
 
-def test_who_stops_in_a_head_is_let_go_over_tls(server: ServerProcess, files: Files) -> None:
+def test_an_unfinished_head_closes_the_connection_over_tls(server: ServerProcess, files: Files) -> None:
     """The status is 408 after ten seconds, as without TLS."""
     with secured(server.url, files) as one:
         one.sendall(b"GET / HTTP/1.1\r\n")
         assert b"408 Request Timeout" in one.recv(1000)
 
 
-def test_who_does_not_read_costs_a_bounded_memory(server: ServerProcess, files: Files) -> None:
+def test_a_client_that_does_not_read_uses_bounded_memory(server: ServerProcess, files: Files) -> None:
     """Responses that are not read are dropped while they exceed the budget."""
     with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=files.ca)) as client:
         key = client.post("/v1/loaders", json={"dataset": "heavy", "checksum": False}).json()["key"]
@@ -405,7 +405,7 @@ def test_a_server_with_tls_drains(files: Files, start_server: StartServer) -> No
     assert time.monotonic() - began < 30
 
 
-def test_a_server_with_tls_restarts_under_a_trainer(files: Files, start_server: StartServer, free_port: int) -> None:
+def test_a_server_with_tls_restarts_during_training(files: Files, start_server: StartServer, free_port: int) -> None:
     """Each batch arrives once."""
     pair = files.make("restarting", "127.0.0.1")
     first = start_server(MANY, *tls(*pair), port=free_port)

@@ -64,7 +64,7 @@ def test_no_server_is_one_line_and_exit_code_2(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["stats", "bench", "peek", "audit"])
-def test_what_is_no_url_is_said_to_be_none(command: str) -> None:
+def test_an_invalid_url_is_reported(command: str) -> None:
     """The error has the form of a URL."""
     done = tool(command, "cpu-box:8000")
     assert (done.code, done.out) == (2, "")
@@ -81,7 +81,7 @@ def test_a_url_that_cannot_be_is_one_line(command: str, url: str) -> None:
     assert done.err.count("\n") == 1
 
 
-def test_which_dataset_is_meant_must_be_said_where_there_are_several(hosting: ServerProcess) -> None:
+def test_a_dataset_name_is_required_if_there_are_several(hosting: ServerProcess) -> None:
     """The error lists the datasets, and states to pass a name."""
     done = tool("peek", hosting.url)
     assert done.code == 2
@@ -100,7 +100,7 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str) -> Non
 # -- stats
 
 
-def test_stats_begins_with_the_verdicts_that_need_something_done(figures: tuple[MadeUpServer, str]) -> None:
+def test_stats_begins_with_the_consumers_that_need_action(figures: tuple[MadeUpServer, str]) -> None:
     """Loader-bound consumers come first, then network-bound ones, then the others."""
     server, url = figures
     consumers = [
@@ -141,7 +141,7 @@ def test_stats_as_json_is_what_the_server_says(figures: tuple[MadeUpServer, str]
     assert json.loads(done.out) == httpx.get(f"{url}/stats").json()
 
 
-def test_stats_shows_as_many_consumers_as_it_is_told_and_says_how_many_there_are(
+def test_stats_shows_a_limited_number_of_consumers_and_their_total(
     figures: tuple[MadeUpServer, str],
 ) -> None:
     """The number of shown consumers is limited, because a server may have a thousand."""
@@ -322,7 +322,7 @@ def test_peek_at_what_is_not_there(arguments: list[str], words: str, hosting: Se
     assert words in done.err
 
 
-def test_whoever_only_looks_is_no_consumer(hosting: ServerProcess) -> None:
+def test_peeking_is_not_a_consumer(hosting: ServerProcess) -> None:
     """Statistics cover training loops; single samples of a program count as one consumer."""
     tool("peek", hosting.url, "dicts", "3")
     tool("peek", hosting.url, "dicts", "--indices", "1,2")
@@ -352,7 +352,7 @@ def test_bench_measures_what_it_shows(hosting: ServerProcess) -> None:
     assert (done.err, tool("bench", hosting.url, "numbers", "--seconds", "0.2").err) == ("", ""), "no bar in a pipe"
 
 
-def test_bench_tells_the_servers_verdict(hosting: ServerProcess) -> None:
+def test_bench_shows_the_servers_diagnosis(hosting: ServerProcess) -> None:
     """The diagnosis is right for a slow dataset and for a slow loop."""
     slow = tool("bench", hosting.url, "slowly", "--batch-size", "50", "--seconds", "5")
     assert "diagnosis: loader-bound" in slow.out
@@ -363,7 +363,7 @@ def test_bench_tells_the_servers_verdict(hosting: ServerProcess) -> None:
     assert "diagnosis: training-bound" in thinking.out
 
 
-def test_bench_says_how_long_a_verdict_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_reports_a_run_that_is_too_short_for_a_diagnosis(capsys: pytest.CaptureFixture[str]) -> None:
     """A run that is too short for a diagnosis states so; a longer one shows the server's diagnosis."""
     short = Measured(
         dataset="train", step=0.1, seconds=1.0, batches=1, samples=1, batch_bytes=1, first_batch=0.1, waited=0.5,
@@ -416,7 +416,7 @@ def test_audit_of_an_epoch_that_is_whole(world_size: str, hosting: ServerProcess
     assert "each sample is visited exactly once" in done.out
 
 
-def test_audit_counts_what_trainers_are_given(hosting: ServerProcess) -> None:
+def test_audit_counts_received_batches(hosting: ServerProcess) -> None:
     """The audit counts received batches, not planned ones."""
     ranks, seed = 3, 11
     visits = [0] * 100

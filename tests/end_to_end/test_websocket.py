@@ -120,7 +120,7 @@ def made(url: str) -> int:
     return sum(worker["batches"] for worker in records(url)["workers"])
 
 
-def test_nothing_is_made_that_was_not_asked_for(url: str) -> None:
+def test_only_requested_batches_are_computed(url: str) -> None:
     """Only requested batches are computed, and /stats lists the consumer."""
     key = register(url, dataset="dict", seed=11)
     before = made(url)
@@ -133,7 +133,7 @@ def test_nothing_is_made_that_was_not_asked_for(url: str) -> None:
         eventually(lambda: made(url) == before + 6)
 
 
-def test_index_lists_are_asks_too(url: str) -> None:
+def test_index_lists_are_requests_too(url: str) -> None:
     """Frames of a client-side sampler are as in the body of the POST, one or several per message."""
     key = register(url, dataset="dict", order="client", session="mine", batch_size=2)
     lists = [codec.to_bytes(BatchId(key, 0, k), [k, 2 * k], checksum=False) for k in range(5)]
@@ -173,7 +173,7 @@ def test_a_failure_takes_the_place_of_its_batch(url: str) -> None:
         (codec.to_bytes(GONE, [1, 2], checksum=False), "expected a msgpack array of"),
     ],
 )
-def test_an_ask_that_cannot_be_ends_the_connection(url: str, message: str | bytes, said: str) -> None:
+def test_an_invalid_request_ends_the_connection(url: str, message: str | bytes, said: str) -> None:
     """The connection is closed with a problem and code 1008; other connections are not affected."""
     key = register(url, dataset="dict")
     with stream(url, key) as other, stream(url, key) as socket:
@@ -204,7 +204,7 @@ def test_index_lists_that_cannot_be_are_refused(url: str, lists: bytes, said: st
         assert said in problem["detail"]
 
 
-def test_an_unknown_loader_is_told_at_once(url: str) -> None:
+def test_an_unknown_loader_is_reported_at_once(url: str) -> None:
     """The client may then register the loader again."""
     with stream(url, "nobody") as socket:
         problem, code = refusal(socket)
@@ -225,7 +225,7 @@ def test_a_message_has_a_limit(url: str, message: bytes | list[bytes]) -> None:
     assert closed.value.rcvd is None or closed.value.rcvd.code == 1009
 
 
-def test_who_leaves_asks_for_nothing_more(
+def test_a_disconnected_client_requests_nothing_more(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Batches that no worker has started are not computed after the client disconnects."""
@@ -241,7 +241,7 @@ def test_who_leaves_asks_for_nothing_more(
     assert made(server.url) < 8
 
 
-def test_a_server_that_stops_answers_what_was_asked(start_server: StartServer) -> None:
+def test_a_stopping_server_completes_pending_requests(start_server: StartServer) -> None:
     """The server responds to pending requests, accepts no new ones, and closes with code 1012."""
     server = start_server("tests.end_to_end.hosted:unhurried", "--num-workers", "1")
     key = register(server.url, dataset="unhurried", batch_size=100)

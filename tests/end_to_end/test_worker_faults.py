@@ -79,7 +79,7 @@ def count(counter: Any) -> int:
         return int(counter.value)
 
 
-class Authenticator:
+class Gate:
     """Gate at which workers wait until the test opens it."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ def test_a_batch_that_hangs_is_an_error_that_says_where(hang: Callable[[], None]
 
 def test_a_hang_costs_other_consumers_nothing() -> None:
     """Other workers serve all other clients, and compute the batches queued behind the hang."""
-    gate = Authenticator()
+    gate = Gate()
     made = shared_counter()
 
     def sample(index: int) -> int:
@@ -191,7 +191,7 @@ def test_a_worker_that_takes_its_time_is_left_alone() -> None:
 def test_without_a_limit_a_batch_may_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``batch_timeout=0``, a batch may take any time as long as its worker runs."""
     monkeypatch.setattr(health, "CHECK_INTERVAL", 0.02)
-    gate = Authenticator()
+    gate = Gate()
 
     def sample(index: int) -> int:
         gate.wait()
@@ -256,7 +256,7 @@ class Replayed:
             yield i
 
 
-def test_a_stream_that_is_gone_through_again_gets_on() -> None:
+def test_a_repeated_iteration_may_exceed_the_timeout_of_a_batch() -> None:
     """A new worker may iterate to its position for longer than the batch timeout."""
     with serve(Replayed(), num_workers=1, batch_timeout=0.4) as url:
         assert arrived(loader_of(url, num_workers=1)) == [[i] for i in range(40)]
@@ -418,7 +418,7 @@ def test_a_batch_that_is_made_again_is_the_same() -> None:
     assert epoch(dies=True) == epoch(dies=False)
 
 
-def test_a_segmentation_fault_is_told_and_its_stack_logged(start_server: StartServer) -> None:
+def test_a_segmentation_fault_is_reported_and_its_stack_logged(start_server: StartServer) -> None:
     """The error has torch's text; the server's log has the stack."""
     server = start_server(f"{TARGET}crashing", "--num-workers", "1")
     found = arrived(loader_of(server.url))
@@ -460,7 +460,7 @@ def memory_cgroup() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("deaths", [1, 5])
-def test_out_of_memory_is_told(memory_cgroup: Path, deaths: int) -> None:
+def test_out_of_memory_is_reported(memory_cgroup: Path, deaths: int) -> None:
     """The kernel kills the worker: one kill has no effect, and repeated ones are an error with the reason."""
     tries = shared_counter()
 
@@ -841,7 +841,7 @@ def test_time_in_which_the_server_itself_was_stopped_is_not_counted(start_server
     assert server.stats()["server"]["worker_restarts"] == 0
 
 
-def test_a_log_line_tells_of_a_hang(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_line_reports_a_hang(caplog: pytest.LogCaptureFixture) -> None:
     """One record has worker, duration, action and stack."""
     caplog.set_level(logging.WARNING)
     with serve(Samples(lambda i: _sleep() if i == 0 else i, 2), num_workers=1, batch_timeout=0.2) as url:

@@ -210,7 +210,7 @@ def test_a_server_that_is_not_there_is_a_reset() -> None:
         (Rewrite(lambda body: body[::-1]), BODY[::-1]),
     ],
 )
-def test_a_fault_happens_to_one_answer(fault: Fault, arrives: bytes) -> None:
+def test_a_fault_happens_to_one_response(fault: Fault, arrives: bytes) -> None:
     """A fault changes the body of one response, and not its head."""
     with proxied(Hundred) as proxy, connect(proxy) as client:
         proxy.arm(fault)
@@ -277,7 +277,7 @@ def test_a_place_that_is_left_open_is_the_seeds() -> None:
     assert damaged() == first
 
 
-def test_a_buffering_proxy_passes_an_answer_when_it_is_whole() -> None:
+def test_a_buffering_proxy_passes_a_response_when_it_is_complete() -> None:
     """The first byte arrives after the server has sent the last one."""
 
     def first_byte(line: Line) -> float:

@@ -134,7 +134,7 @@ def test_another_thread_may_go_on(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_as_many_batches_as_asked_are_ahead(simulated_gpu: Any, ahead: int) -> None:
+def test_device_ahead_is_the_number_of_prefetched_batches(simulated_gpu: Any, ahead: int) -> None:
     """Exactly device_ahead batches are on the device before the loop requests them."""
     with serve(rows(20, 5_000), num_workers=1) as url:
         loader = DataLoader(

@@ -234,7 +234,7 @@ def endpoints(routes: list[Any]) -> Iterator[Route]:
             yield route
 
 
-def test_every_endpoint_declares_who_may_ask(app: FastAPI) -> None:
+def test_every_endpoint_declares_its_authorization(app: FastAPI) -> None:
     """Only probes and static files are public; signing in is open to all but cross-site requests."""
     needs: dict[str, set[str]] = {}
     for route in endpoints(app.router.routes):
@@ -318,7 +318,7 @@ def test_a_changed_file_counts_from_then_on(tmp_path: Path) -> None:
     ],
     ids=["empty", "comment", "missing", "empty single", "missing single"],
 )  # fmt: skip
-def test_an_empty_or_missing_file_accepts_nobody(
+def test_an_empty_or_missing_file_rejects_all_clients(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Callable[[Path], TokenFile], content: str | None
 ) -> None:
     """After the last token is revoked, the server rejects all clients until a token is added."""
@@ -564,7 +564,7 @@ def test_a_session_stands_for_its_token(tmp_path: Path, clock: list[float]) -> N
         RequestCaller(authenticator, asking).admit("stats")
 
 
-def test_a_session_ends_when_its_token_is_told_to(tmp_path: Path, clock: list[float]) -> None:
+def test_a_session_ends_at_the_new_expiry_of_its_token(tmp_path: Path, clock: list[float]) -> None:
     """The session ends at the token's new expiry, which is earlier than that at sign-in."""
     authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"'))
     asking = scope(cookie=cookie_of(authenticator.sign_in(SECRET, scope())[1]))

@@ -52,7 +52,7 @@ def open_descriptors() -> int:
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 100_000, 2**20, 2**20 + 1, 5_000_000])
-def test_a_slot_has_room_for_what_was_asked(nbytes: int) -> None:
+def test_a_slot_has_the_requested_size(nbytes: int) -> None:
     """A slot is writable, has at least the requested size, and exceeds it by at most a quarter or a page."""
     slot = Server().arena.take(nbytes)
     assert nbytes <= len(slot.memory) <= max(nbytes + PAGE, nbytes * 5 // 4)
@@ -85,7 +85,7 @@ def test_a_slot_that_was_given_back_is_used_again() -> None:
     assert list(server.mappings) == [first.number]
 
 
-def test_a_slot_in_use_is_given_to_nobody_else() -> None:
+def test_a_slot_in_use_is_not_reused() -> None:
     """Two concurrent batches have two slots."""
     server = Server()
     first, second = server.arena.take(PAGE), server.arena.take(PAGE)
@@ -157,7 +157,7 @@ def test_a_slot_keeps_no_descriptor_open() -> None:
     assert len({slot.number for slot in slots}) == 10
 
 
-def test_a_full_system_answers_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_system_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is allocated when a slot is created, not when it is written; a failed attempt leaves nothing."""
     server = Server()
 
@@ -235,7 +235,7 @@ def test_a_lease_is_read_only() -> None:
     assert lease.data.readonly
 
 
-def test_a_lease_is_released_when_it_is_gone() -> None:
+def test_a_lease_is_released_when_it_is_dropped() -> None:
     """The lease is released immediately, and only once."""
     lease, said = lease_of(b"a frame")
     assert said == []
@@ -257,7 +257,7 @@ def test_a_lease_is_released_when_it_is_gone() -> None:
         }.items()
     ],
 )
-def test_a_slot_is_kept_until_the_last_view_is_gone(look: Callable[[Any], Any]) -> None:
+def test_a_slot_is_kept_until_the_last_view_is_dropped(look: Callable[[Any], Any]) -> None:
     """Each view keeps the whole lease, such as unsent data in the event loop's transport."""
     lease, said = lease_of(bytes(range(64)))
     view = look(lease)

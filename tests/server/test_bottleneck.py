@@ -234,7 +234,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_holds_a_consumer_back_is_told(case: str) -> None:
+def test_the_bottleneck_of_a_consumer_is_reported(case: str) -> None:
     """The diagnosis has the bottleneck, the number of workers that would meet the demand, and a sentence with both."""
     seen, by, bound, workers, said = CASES[case]
     one = consumption(**seen)

@@ -252,7 +252,7 @@ def test_a_large_message_may_have_a_descriptor(pair: tuple[Channel, Channel]) ->
     assert read_and_close(other.take_fd()) == b"hello"
 
 
-def test_descriptors_that_nobody_took_are_closed_with_the_channel() -> None:
+def test_unused_descriptors_are_closed_with_the_channel() -> None:
     """Descriptors are also closed if a worker exits before the server has used them."""
     before = open_descriptors()
     ours, theirs = Channel.pair()
@@ -299,7 +299,7 @@ def test_a_message_that_is_cut_off_by_the_end_is_none(raw: tuple[Channel, socket
         channel.receive()
 
 
-def test_a_message_to_one_who_has_ended_goes_nowhere(pair: tuple[Channel, Channel]) -> None:
+def test_a_message_to_a_closed_end_is_discarded(pair: tuple[Channel, Channel]) -> None:
     """Sending to a closed end is no error: the receiving side notices the end."""
     ours, other = pair
     other.close()
@@ -310,7 +310,7 @@ def test_a_message_to_one_who_has_ended_goes_nowhere(pair: tuple[Channel, Channe
         ours.receive()
 
 
-def test_a_descriptor_to_one_who_has_ended_goes_nowhere_too(pair: tuple[Channel, Channel]) -> None:
+def test_a_descriptor_to_a_closed_end_is_discarded(pair: tuple[Channel, Channel]) -> None:
     """A message with a descriptor is discarded, too, and the channel does not block."""
     ours, other = pair
     other.close()

@@ -258,7 +258,7 @@ def test_what_names_no_dataset_is_refused(text: str) -> None:
         ("a=data", "a=data:NAME"),
     ],
 )
-def test_who_names_a_module_or_its_file_is_told_what_to_write(text: str, meant: str) -> None:
+def test_the_error_for_a_module_or_file_states_what_to_write(text: str, meant: str) -> None:
     """The error states the module as importable from the current folder, and a name in it."""
     which = ", where NAME is a dataset in that module, or a function that returns one" if "NAME" in meant else ""
     assert refusal(DatasetConfig.parse, text) == f"invalid dataset {text!r}: expected {meant}{which}"
@@ -311,7 +311,7 @@ def test_the_ends_of_a_range_belong_to_it(field: str, value: int) -> None:
     assert getattr(Limits(**stated), field) == value
 
 
-def test_nobody_loads_in_the_servers_process_unless_it_is_allowed() -> None:
+def test_in_process_loading_is_off_by_default() -> None:
     """In-process loading is off by default, because it would block all other requests."""
     assert not Limits().debug
 

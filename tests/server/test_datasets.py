@@ -252,7 +252,7 @@ def test_all_datasets_are_built_or_none(module: Module) -> None:
     )
 
 
-def test_an_error_in_a_factory_is_told_with_its_traceback(module: Module) -> None:
+def test_an_error_in_a_factory_has_its_traceback(module: Module) -> None:
     """The error contains the traceback of the user's code, without teleloader's frames."""
     module("fails_to_build", "def make():\n    raise ValueError('no data in /data')\n")
     sentence = refusal(open_datasets, [DatasetConfig(name="train", factory="fails_to_build:make")])
@@ -379,7 +379,7 @@ def fingerprint(length: int | None = 10, **changed: Any) -> str:
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_a_fingerprint_tells_datasets_apart(changed: dict[str, Any]) -> None:
+def test_a_fingerprint_identifies_a_dataset(changed: dict[str, Any]) -> None:
     """The fingerprint depends on all known properties that determine a batch's content."""
     assert fingerprint(**changed) != fingerprint()
 

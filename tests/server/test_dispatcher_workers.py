@@ -90,7 +90,7 @@ def test_what_waits_behind_a_slow_batch_is_made_by_others() -> None:
     assert service.queues[0]
 
 
-def test_in_turn_nobody_else_may_make_what_waits() -> None:
+def test_in_turn_no_other_worker_computes_queued_batches() -> None:
     """Only its own worker can compute a shard's next batch."""
     service = Service(workers=2, in_turn=2)
     service.request("a", TRAIN, 0, 6)

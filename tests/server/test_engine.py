@@ -73,7 +73,7 @@ async def begun() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_batch_that_is_let_go_is_made_again_of_the_same_indices() -> None:
+async def test_an_evicted_batch_is_recomputed_from_the_same_indices() -> None:
     """An evicted batch of a client-side sampler is recomputed from the indices that the client sent once."""
     pool = FakePool()
     engine = Engine(pool, Memory(BUDGET), Counters(), SOURCE)

@@ -64,7 +64,7 @@ def test_a_connection_is_refused_when_all_are_authenticated() -> None:
     assert reason == "the server has reached the limit of 1 connection (max_connections): retry later"
 
 
-def test_an_address_closes_its_own_connections() -> None:
+def test_an_ip_address_closes_its_own_connections() -> None:
     """A connection beyond `max_connections_per_address` does not close connections of other IP addresses."""
     connections = manager(max_connections_per_address=1)
     other, old, new = Fake("192.0.2.2"), Fake(), Fake()

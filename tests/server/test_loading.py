@@ -48,7 +48,7 @@ def test_padding_is_stated() -> None:
     assert Bench(Made(lambda index: index, 5)).frame(0, batch_size=2, rank=1, world_size=2).padding == 0
 
 
-def test_a_dataset_that_reads_in_bulk_is_asked_in_bulk() -> None:
+def test_a_dataset_that_reads_in_bulk_gets_all_indices_at_once() -> None:
     """`__getitems__` receives the indices of the whole batch as a list of ints."""
     dataset = Bulk()
     assert Bench(dataset).batch(1, batch_size=4).tolist() == [40, 50, 60, 70]
@@ -70,7 +70,7 @@ class Whole(Made):
         return {"square": indices**2, "names": [f"row {i}" for i in indices.tolist()]}
 
 
-def test_a_dataset_that_makes_whole_batches_is_asked_for_them() -> None:
+def test_whole_batches_are_requested_from_a_dataset_that_supports_them() -> None:
     """`__getbatch__` receives an int64 array and returns the batch, whose arrays arrive as tensors."""
     dataset = Whole()
     bench = Bench(dataset)
@@ -98,7 +98,7 @@ def test_a_batch_may_do_what_it_likes_with_its_indices() -> None:
     ],
     ids=["seeded sample by sample", "collated", "collated on request"],
 )
-def test_whole_batches_are_not_asked_for_where_samples_are_needed(
+def test_whole_batches_are_not_requested_where_samples_are_needed(
     hosted: dict[str, Any], asked: dict[str, Any]
 ) -> None:
     """Where single samples are needed, `__getbatch__` is not called."""
@@ -243,7 +243,7 @@ def test_an_exception_of_the_dataset_is_a_failure_at_its_batch() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_any_exception_is_told_by_its_type_and_text(error: Exception, type_name: str, message: str) -> None:
+def test_any_exception_is_reported_by_type_and_text(error: Exception, type_name: str, message: str) -> None:
     """Builtin types are given by name, others with their module."""
     failure = Bench(raising(error)).failure(batch_size=3)
     assert failure.type == type_name

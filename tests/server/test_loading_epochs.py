@@ -67,7 +67,7 @@ def test_a_map_style_dataset_has_the_epoch_of_each_batch(requests: list[tuple[in
     assert dataset.told == changes
 
 
-def test_a_dataset_of_the_callers_process_is_told_before_each_batch() -> None:
+def test_the_epoch_of_a_local_dataset_is_set_before_each_batch() -> None:
     """Without workers, the caller or another loader may have set another epoch since the last batch."""
     dataset = Rows()
     bench = Bench(dataset, worker=-1)

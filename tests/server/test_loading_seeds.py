@@ -19,7 +19,7 @@ from tests.server.bench import Bench, Bulk, Made, Seeding, drawn, draws
 
 
 @pytest.mark.parametrize("seeding", ["batch", "sample"])
-def test_randomness_is_the_same_whoever_loads_a_batch_and_when(seeding: Seeding) -> None:
+def test_randomness_does_not_depend_on_the_worker_and_the_time(seeding: Seeding) -> None:
     """A batch's random numbers depend on no other batch, and on nothing that was drawn before."""
     random.seed(1)
     first = draws(seeding, [0, 1, 2], batch_size=4)

@@ -101,7 +101,7 @@ def test_a_dataset_without_a_length_can_be_indexed() -> None:
     assert Bench(Endless()).batch(indices=[10**12], batch_size=1).tolist() == [10**12]
 
 
-def test_seeds_are_those_of_the_batch_and_of_the_sample_whoever_orders_them() -> None:
+def test_seeds_of_batches_and_samples_do_not_depend_on_the_sampler() -> None:
     """With seeding="sample", an integer index determines the seed, otherwise the position in the batch does."""
     reference = draws("sample", [0, 1, 2], batch_size=4)
     found: dict[Any, list[float]] = {}

@@ -27,7 +27,7 @@ def record(message: str, *arguments: object, **fields: object) -> logging.LogRec
     return made
 
 
-def test_a_line_says_when_how_bad_who_and_what() -> None:
+def test_a_line_has_time_level_logger_and_message() -> None:
     """A line has time, level, logger and message, and no empty fields."""
     assert line_of(record("worker %d\nis gone", 3)) == {
         "time": "2023-11-14T22:13:20.250+00:00", "level": "warning", "logger": "teleloader_server.workers.pool",

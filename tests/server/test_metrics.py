@@ -149,7 +149,7 @@ def test_a_batch_that_is_given_up_is_a_failure() -> None:
     assert tally.errors(1e9)[0].last == "worker 0 died"
 
 
-def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
+def test_removed_loaders_are_forgotten() -> None:
     """A batch that is completed after its loader was removed still counts for its dataset."""
     metrics = Counters()
     pool = metrics.pool()
@@ -202,7 +202,7 @@ def test_short_passes_of_a_loop_are_one_loop() -> None:
     assert recent.nbytes == pytest.approx(20_000, rel=0.02)
 
 
-def test_loops_are_told_apart() -> None:
+def test_loops_are_distinguished() -> None:
     """A loop has one principal, process, rank, loader and dataset; without iteration numbers all are one loop."""
     pool = Counters().pool()
 
@@ -278,7 +278,7 @@ def test_a_loop_is_not_judged_by_its_start() -> None:
     assert loop.recent(8.1).data_wait == 0.0
 
 
-def test_what_a_client_said_long_ago_is_not_recent() -> None:
+def test_old_reports_of_a_client_are_not_recent() -> None:
     """Old reports of a client that now waits for one slow batch are not recent."""
     loop = LoopCounters(0.0)
     for second in range(5):

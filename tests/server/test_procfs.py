@@ -48,7 +48,7 @@ def await_state(pid: int, state: str) -> None:
         time.sleep(0.005)
 
 
-def test_a_stopped_process_is_told_from_others() -> None:
+def test_a_stopped_process_is_detected() -> None:
     """A process is stopped from SIGSTOP to SIGCONT; one that has exited is not stopped."""
     with child(stop) as pid:
         await_state(pid, psutil.STATUS_STOPPED)

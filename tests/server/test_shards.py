@@ -168,7 +168,7 @@ def test_a_batch_behind_is_found_from_the_beginning() -> None:
     assert (told, dataset.begun, seeking.samples) == ([1], 2, 6)
 
 
-def test_what_has_ended_can_be_begun_again() -> None:
+def test_an_ended_shard_can_restart() -> None:
     """A batch may be requested again after the end of the epoch."""
     told: list[str] = []
     seeking = shard(Counting(3), restart=lambda: told.append("again"))
@@ -183,7 +183,7 @@ def test_what_has_ended_can_be_begun_again() -> None:
     limit=st.integers(0, 12), batch_size=st.none() | st.integers(1, 4), drop_last=st.booleans(),
     fails_at=st.sets(st.integers(0, 11), max_size=3), numbers=st.lists(st.integers(0, 14), max_size=8),
 )  # fmt: skip
-def test_a_batch_is_the_same_whatever_was_asked_before(
+def test_a_batch_does_not_depend_on_earlier_requests(
     limit: int, batch_size: int | None, drop_last: bool, fails_at: set[int], numbers: list[int]
 ) -> None:
     """A replacement of a worker computes the same batch, or raises the same exception."""
@@ -313,7 +313,7 @@ keepers = pytest.mark.parametrize("make", [Keeping, KeepingIterator])
 
 
 @keepers
-def test_a_place_that_is_kept_is_gone_on_from(make: Keeper) -> None:
+def test_a_shard_continues_from_a_saved_state(make: Keeper) -> None:
     """Earlier samples are not read again; batch numbers and the sample count continue."""
     before = shard(make(9))
     assert [before.fetch(k) for k in (0, 1)] == [[0, 1], [2, 3]]

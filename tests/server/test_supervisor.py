@@ -35,7 +35,7 @@ async def test_a_fork_server_that_cannot_be_split_off_is_a_configuration_error()
         await supervisor(make).start()
 
 
-async def test_a_fork_server_whose_process_cannot_be_watched_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fork_server_whose_process_cannot_be_watched_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """No descriptor is left for it: its channel is closed, so that it ends, and the event loop forgets the channel."""
     ours, socket = Channel.pair()
     theirs = Channel(socket)

@@ -18,7 +18,7 @@ def address(array: NDArray[Any]) -> int:
     return int(array.ctypes.data)
 
 
-def test_a_buffer_nobody_holds_is_used_again() -> None:
+def test_a_buffer_without_views_is_reused() -> None:
     """The memory is the same, so that its pages need not be allocated again."""
     pool = BufferPool()
     first = address(pool.take(10**6))

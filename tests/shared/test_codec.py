@@ -362,7 +362,7 @@ def test_a_frame_that_is_cut_off_or_goes_on_is_refused(
             decoded(np.concatenate([frame, np.zeros(more, np.uint8)]))
 
 
-def test_damage_is_told_from_a_breach_of_the_format() -> None:
+def test_damage_differs_from_a_breach_of_the_format() -> None:
     """Damaged content raises CorruptFrame, which a repeated request fixes; it is a subclass of ProtocolError."""
     frame = encoded([1])
     frame[-1] ^= 1

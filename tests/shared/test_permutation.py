@@ -64,7 +64,7 @@ def test_each_number_comes_exactly_once_in_a_long_listing(length: int) -> None:
 
 @fixed
 @given(lengths.filter(bool), keys, st.data())
-def test_an_answer_depends_on_its_position_alone(length: int, key: int, data: st.DataObject) -> None:
+def test_an_index_depends_on_its_position_alone(length: int, key: int, data: st.DataObject) -> None:
     """A position gives the same index as in the full listing, in any selection, order and repetition."""
     positions = int64(data.draw(st.lists(st.integers(0, length - 1), max_size=40)))
     assert np.array_equal(Permutation(length, key)(positions), listing(length, key)[positions])
@@ -188,7 +188,7 @@ def test_the_order_never_changes(length: int, key: int) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, SORTED_UP_TO, SORTED_UP_TO + 1, MAX_LENGTH])
-def test_no_positions_have_no_answers(length: int) -> None:
+def test_no_positions_give_no_indices(length: int) -> None:
     """An empty array of positions gives an empty array, even for length 0."""
     answer = Permutation(length, 0)(int64([]))
     assert answer.shape == (0,)
@@ -196,7 +196,7 @@ def test_no_positions_have_no_answers(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [100, 10**6])
-def test_the_answer_is_a_new_array_of_the_same_shape(length: int) -> None:
+def test_the_result_is_a_new_array_of_the_same_shape(length: int) -> None:
     """The positions are not modified, whatever their shape and strides."""
     grid = np.arange(100, dtype=np.int64).reshape(10, 10)[:, ::3]
     before = grid.copy()
@@ -423,7 +423,7 @@ def flipped_bits(length: int, key: int) -> float:
 
 
 @pytest.mark.parametrize("exponent", [20, 41, 62])
-def test_each_bit_of_a_position_decides_over_each_bit_of_the_answer(exponent: int) -> None:
+def test_each_bit_of_a_position_affects_each_bit_of_the_index(exponent: int) -> None:
     """Flipping one bit of the position flips each bit of the index in half of all cases, also for huge lengths."""
     assert abs(flipped_bits(2**exponent, 11)) < THRESHOLD
 
@@ -523,7 +523,7 @@ BAD_SHUFFLES: list[tuple[Shuffle, set[str]]] = [
 
 
 @pytest.mark.parametrize(("shuffle", "caught_by"), BAD_SHUFFLES)
-def test_a_bad_shuffle_is_told_from_a_random_one(shuffle: Shuffle, caught_by: set[str]) -> None:
+def test_a_bad_shuffle_differs_from_a_random_one(shuffle: Shuffle, caught_by: set[str]) -> None:
     """The checks for each known kind of bad shuffle detect it."""
     assert caught_by <= suspicious(shuffle, LENGTH, consecutive_keys(KEYS))
 

@@ -225,7 +225,7 @@ def test_a_loader_without_batches_has_one_sample_at_each_place() -> None:
 
 @fixed
 @given(loaders(), lengths, epochs, st.data())
-def test_a_batch_does_not_depend_on_what_was_asked_before(
+def test_a_batch_does_not_depend_on_earlier_requests(
     spec: LoaderSpec, length: int, epoch: int, data: st.DataObject
 ) -> None:
     """``plan[k]`` equals batch k of a full listing, in any order of access, for new and used plans."""

@@ -267,7 +267,7 @@ def test_what_cannot_travel_is_refused_with_its_path(batch: object, sentence: st
     assert isinstance(caught.value, TypeError)
 
 
-def test_what_cannot_travel_is_told_what_can() -> None:
+def test_errors_for_unsupported_values_state_what_to_do() -> None:
     """The error for an unsupported value states what to do."""
     with pytest.raises(EncodeError, match=r"Convert the value to one of these types$"):
         flatten({"a": object()})
