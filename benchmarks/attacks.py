@@ -257,10 +257,10 @@ def measured(url: str, seconds: float) -> float:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attacks", description=__doc__.partition("\n")[0])
-    parser.add_argument("attacks", nargs="*", help=f"some of {', '.join(ATTACKS)}; default all")
+    parser.add_argument("attacks", nargs="*", help=f"names among {', '.join(ATTACKS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn, after 3 seconds of attack")
-    parser.add_argument("--workers", type=int, default=2, help="of the server")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of a turn, after 3 s of attack")
+    parser.add_argument("--workers", type=int, default=2, help="number of the server's workers")
     options = parser.parse_args()
     table = Table("attack", "what", "without, batches/s", "beside, batches/s", "ratio", box=None)
     for name in options.attacks or ATTACKS:

@@ -245,11 +245,13 @@ class Memory:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description=__doc__.partition(":")[0])
-    parser.add_argument("--idle", type=int, default=1000, help="consumers that ask for nothing (default: %(default)s)")
-    parser.add_argument("--active", type=int, default=200, help="consumers that take batches (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="pairs of turns (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each turn (default: %(default)s)")
-    parser.add_argument("--rest", type=float, default=20.0, help="seconds of doing nothing (default: %(default)s)")
+    parser.add_argument("--idle", type=int, default=1000, help="consumers without requests (default: %(default)s)")
+    parser.add_argument("--active", type=int, default=200, help="consumers that load batches (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of two turns each (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each turn (default: %(default)s)")
+    parser.add_argument(
+        "--rest", type=float, default=20.0, help="seconds of the measurement at rest (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     console = machine.announce(machine.describe())
     console.print(_rest_table(options.rest))

@@ -67,7 +67,7 @@ def calibrate(contender: Contender, workload: Workload, seconds: float) -> int:
     with contender.open() as batches:
         for k, indices in enumerate(contender.indices(VERIFIED)):
             if not _is_right(workload.arrays(next(batches)), workload.expected(dataset, indices)):
-                raise AssertionError(f"batch {k} of {contender.name} is not what the dataset holds")
+                raise AssertionError(f"batch {k} of {contender.name} differs from the dataset")
         _count(batches, seconds / 2)
         taken, took = _count(batches, seconds / 2)
     return max(LEAST, round(taken / took * seconds))

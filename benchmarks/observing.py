@@ -138,8 +138,8 @@ def both() -> Iterator[tuple[Contender, Contender]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observing", description=__doc__.partition(":")[0])
-    parser.add_argument("--batches", type=int, default=20_000, help="of each turn (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="of three turns (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=20_000, help="batches per turn (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of three turns each (default: %(default)s)")
     options = parser.parse_args(arguments)
     console = machine.announce(machine.describe())
     with both() as (seeing, blind):

@@ -71,7 +71,7 @@ def draw(results: Mapping[str, Any], picture: Path) -> None:
     by_workers = ratios(results)
     if not by_workers:
         raise SystemExit(
-            "nothing to plot: torch's DataLoader took part in no workload. Run python -m benchmarks with torch"
+            "nothing to plot: the results do not include torch's DataLoader. Run python -m benchmarks with torch"
         )
     figure, axis = plt.subplots(figsize=(8, 4))
     for offset, (workers, spreads) in enumerate(sorted(by_workers.items())):
@@ -95,8 +95,8 @@ def draw(results: Mapping[str, Any], picture: Path) -> None:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path, help="file of python -m benchmarks --json, or the tables that it prints")
-    parser.add_argument("picture", type=Path, help="file to write; the ending decides on the format")
+    parser.add_argument("results", type=Path, help="file written by --json, or a Markdown file with the printed tables")
+    parser.add_argument("picture", type=Path, help="file to write; its extension selects the format")
     options = parser.parse_args()
     text = options.results.read_text()
     draw(json.loads(text) if options.results.suffix == ".json" else printed(text), options.picture)

@@ -81,9 +81,9 @@ class Counts:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__.partition(":")[0])
-    parser.add_argument("workload", choices=WORKLOADS, help="what is loaded")
+    parser.add_argument("workload", choices=WORKLOADS, help="workload to load")
     parser.add_argument("--num-workers", type=int, default=1, help="worker processes (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="how long (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="duration (default: %(default)s)")
     parser.add_argument("--flame", type=Path, metavar="FOLDER", help="write flame graphs (SVG) as well")
     options = parser.parse_args(arguments)
     console = machine.announce(machine.describe())

@@ -169,7 +169,7 @@ def _await_listening(port: int, found: list[float]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.partition(":")[0])
-    parser.add_argument("--times", type=int, default=20, help="faults of each kind (default: %(default)s)")
+    parser.add_argument("--times", type=int, default=20, help="number of faults of each kind (default: %(default)s)")
     times = parser.parse_args(arguments).times
     console = machine.announce(machine.describe())
     table = Table(title=f"from a fault to the next batch, {times} times each", title_justify="left")

@@ -53,14 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(PARTS)}; default all")
+    parser.add_argument(
+        "workloads", nargs="*", metavar="WORKLOAD", help=f"names among {', '.join(PARTS)} (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each contender (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help=f"about how long a turn counts (default: {SECONDS})")
-    parser.add_argument("--quick", action="store_true", help="short turns: shows that it runs, not how fast")
-    parser.add_argument("--large", action="store_true", help="what needs minutes and gigabytes takes part as well")
+    parser.add_argument("--seconds", type=float, help=f"approximate duration of a turn (default: {SECONDS})")
+    parser.add_argument(
+        "--quick", action="store_true", help="short turns: check that everything runs, without meaningful figures"
+    )
+    parser.add_argument("--large", action="store_true", help="include contenders that need minutes and gigabytes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn and all figures to a file")
-    parser.add_argument("--server", metavar="URL", help="measure a server that runs elsewhere, with what --config says")
-    parser.add_argument("--config", action="store_true", help="print the configuration of such a server, and end")
+    parser.add_argument(
+        "--server", metavar="URL", help="measure a running server that has the configuration printed by --config"
+    )
+    parser.add_argument("--config", action="store_true", help="print the configuration for --server, and exit")
     options = parser.parse_args(arguments)
     unknown = set(options.workloads) - set(PARTS)
     if unknown:

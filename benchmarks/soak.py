@@ -81,7 +81,7 @@ def consume(url: str, number: int, batches: Any) -> None:
         most = leaving.randrange(len(loader)) if leaving.random() < LEFT_EARLY else None
         for images, labels in islice(loader, most):
             if not np.array_equal(images[:, 0, 0, 0], np.asarray(labels) % 256):
-                raise AssertionError(f"consumer {number} got images that do not belong to their labels")
+                raise AssertionError(f"consumer {number} received images that do not match their labels")
             with batches.get_lock():
                 batches.value += 1
             time.sleep(STEP_SECONDS)
@@ -162,8 +162,10 @@ def look(pid: int, seconds: float) -> Sample:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.partition(":")[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: %(default)s)")
-    parser.add_argument("--plot", type=Path, default=PICTURE, metavar="FILE", help="the picture (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration (default: %(default)s)")
+    parser.add_argument(
+        "--plot", type=Path, default=PICTURE, metavar="FILE", help="write a plot to this file (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     console = machine.announce(machine.describe())
     context = multiprocessing.get_context("spawn")

@@ -77,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     names = ", ".join(MEASUREMENTS)
-    parser.add_argument("measurements", nargs="*", metavar="MEASUREMENT", help=f"some of {names}; default all")
+    parser.add_argument("measurements", nargs="*", metavar="MEASUREMENT", help=f"names among {names} (default: all)")
     parser.add_argument("--rounds", type=int, help=f"turns of each loader (default: {ROUNDS}; with --quick 1)")
-    parser.add_argument("--quick", action="store_true", help="short turns: shows that it runs, not how fast")
+    parser.add_argument(
+        "--quick", action="store_true", help="short turns: check that everything runs, without meaningful figures"
+    )
     parser.add_argument("--tests", action="store_true", help=f"run the tests in {TESTS} first")
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="time limit; measurements skip rounds (default: %(default)s)"

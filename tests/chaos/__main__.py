@@ -20,11 +20,11 @@ PIPED_WIDTH: Final = 120
 def main() -> int:
     """Run from the command line; return 1 if the run found a problem."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, help="decides everything; without it one is drawn")
+    parser.add_argument("--seed", type=int, help="seed of all random choices (default: a random one)")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, help=f"how long faults are injected (default: {DEFAULT_MINUTES:g})")
-    length.add_argument("--epochs", type=int, help="inject faults until each consumer has loaded so many")
-    parser.add_argument("--plan-only", action="store_true", help="say what would happen, and do nothing")
+    length.add_argument("--minutes", type=float, help=f"duration of fault injection (default: {DEFAULT_MINUTES:g})")
+    length.add_argument("--epochs", type=int, help="inject faults until each consumer has loaded this number of epochs")
+    parser.add_argument("--plan-only", action="store_true", help="print the schedule of faults, and exit")
     chosen = parser.parse_args()
     seed = secrets.randbelow(10**6) if chosen.seed is None else chosen.seed
     minutes = chosen.minutes or DEFAULT_MINUTES

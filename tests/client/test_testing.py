@@ -293,7 +293,7 @@ def test_a_batch_that_exceeds_the_timeout_of_the_loader_is_not_lost() -> None:
 
 
 def test_a_closed_fake_is_unreachable() -> None:
-    """It is unreachable before and after its ``with`` block, also for a loader created in it."""
+    """A fake server is unreachable before and after its ``with`` block, also for a loader created in it."""
     fake = FakeServer(DATASETS)
     for _ in range(2):
         with pytest.raises(ServerUnavailable, match="cannot connect to http://fake-"):

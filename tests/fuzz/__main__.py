@@ -52,11 +52,13 @@ def run(watch: Watch, mutate: Callable[[Random], bytes], seed: int, numbers: ran
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("part", nargs="?", choices=(*PARTS, "all"), default="all", help="(default: all)")
-    parser.add_argument("--executions", type=int, default=20_000, metavar="N", help="of each part (default: 20000)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the same inputs for the same seed")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with that execution")
-    parser.add_argument("--seconds", type=int, default=120, help="the most that schemathesis takes (default: 120)")
-    parser.add_argument("--unguided", action="store_true", help="own mutations only, though atheris is installed")
+    parser.add_argument(
+        "--executions", type=int, default=20_000, metavar="N", help="executions of each part (default: 20000)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the inputs")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first execution")
+    parser.add_argument("--seconds", type=int, default=120, help="time limit of schemathesis in seconds (default: 120)")
+    parser.add_argument("--unguided", action="store_true", help="do not use atheris even if it is installed")
     return parser.parse_args(arguments)
 
 

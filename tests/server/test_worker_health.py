@@ -246,7 +246,7 @@ starts = st.sampled_from(["exits", "lacks a resource", "fails to fork"])
 def test_a_worker_that_does_not_start_is_reported_in_bounded_time(
     events: list[tuple[str, float]], limits: Limits
 ) -> None:
-    """It is reported after three exits, or once the machine has lacked a resource for `batch_timeout`."""
+    """The report follows three exits, or once the machine has lacked a resource for `batch_timeout`."""
     restarts, now, exits, lacking_since = Restarts(), START, 0, None
     for event, seconds in events:
         now += seconds
