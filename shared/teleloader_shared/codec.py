@@ -417,7 +417,8 @@ class _Segments:
         self._taken_bytes += nbytes
         if self._taken_bytes > self._max_bytes:
             raise ProtocolError(
-                f"arrays of {self._taken_bytes:,} bytes exceed {self._max_bytes:,} bytes: increase max_batch_bytes"
+                f"the arrays of the batch have at least {self._taken_bytes:,} bytes, and the limit is "
+                f"{self._max_bytes:,}: increase max_batch_bytes"
             )
         start = _aligned(self._end + _BIN8_HEAD + _BIN32_HEAD)
         if start > len(self._buffer):

@@ -122,7 +122,8 @@ class LoaderSpec:
             _name(name, getattr(self, name))
         if self.session is None and (self.order == "client" or self.num_workers or self.in_process):
             raise InvalidSpec(
-                "a client-side sampler, num_workers > 0 and in_process=true require a session, got session=null"
+                f"order=client, num_workers > 0 and in_process=true require a session: got order={self.order}, "
+                f"num_workers={self.num_workers}, in_process={json.dumps(self.in_process)}, session=null"
             )
 
     @property
@@ -148,7 +149,7 @@ class LoaderSpec:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = next((name for name in fields if name not in known), None)
         if unknown is not None:
-            raise InvalidSpec(f"unknown field {_shown(unknown)} in the loader spec: expected {', '.join(known)}")
+            raise InvalidSpec(f"unknown field {_shown(unknown)} in the loader spec: expected one of {', '.join(known)}")
         if "dataset" not in fields:
             raise InvalidSpec("missing field 'dataset' in the loader spec: GET /v1/datasets lists the hosted datasets")
         return cls(**fields)

@@ -147,7 +147,10 @@ class _Describer:
 
     def describe(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise EncodeError(f"cannot encode {path[:80]}...: reference cycle, or more than {MAX_DEPTH} nesting levels")
+            raise EncodeError(
+                f"cannot encode {path[:80]}...: reference cycle, or more than {MAX_DEPTH} nesting levels. Return a "
+                "less nested value"
+            )
         exact = type(value)
         if value is None or exact in _MSGPACK_TYPES:
             return value
@@ -179,16 +182,16 @@ class _Describer:
             names = tuple(field.name for field in dataclass_fields(value))
             return {"dataclass": self._record(value, names, _field_values(value, names, path), path, depth)}
         raise EncodeError(
-            f"cannot encode {path}: unsupported type {_type_name(value)}. A batch may contain arrays, tensors, "
-            "numbers, str, bytes, None, lists, tuples, namedtuples, dataclasses, dicts, sets, deques, ranges and "
-            f"slices. Convert the value to one of these types{_hint(value)}"
+            f"cannot encode {path}: unsupported type {_type_name(value)}. Supported types: arrays, tensors, numbers, "
+            "str, bytes, None, lists, tuples, namedtuples, dataclasses, dicts, sets, deques, ranges and slices. "
+            f"Convert the value to one of these types{_hint(value)}"
         )
 
     def _count(self, items: Sized, path: str, nodes: int = 1) -> None:
         """Count the nodes of a container; raise EncodeError if the batch has too many."""
         if not self._budget.spend(nodes * len(items)):
             raise EncodeError(
-                f"cannot encode {path[:80]}: the batch has more than {MAX_NODES:,} values outside of arrays. Convert "
+                f"cannot encode {path[:80]}: more than {MAX_NODES:,} values outside of arrays in total. Convert "
                 "numbers to arrays, or use a smaller batch_size"
             )
 
@@ -211,10 +214,13 @@ class _Describer:
         exact = type(value)
         _check_attributes(value, names, path)
         if not all(map(is_name, (last_name(exact.__qualname__), *names))):
-            raise EncodeError(f"cannot encode {path}: names of {_type_name(value)} and its fields must be identifiers")
+            raise EncodeError(
+                f"cannot encode {path}: the class name and the field names of {_type_name(value)} must be identifiers"
+            )
         if not self._types.has_room_for(exact, names):
             raise EncodeError(
-                f"cannot encode {path}, a {_type_name(value)}: more than {RecordTypes.LIMIT}. Return dicts or tuples"
+                f"cannot encode {path} of type {_type_name(value)}: more than {RecordTypes.LIMIT}. Return dicts or "
+                "tuples instead"
             )
         self._count(names, path)
         nodes = [self.describe(item, f"{path}.{name}", depth + 1) for name, item in zip(names, items, strict=True)]
@@ -267,8 +273,8 @@ def _check_key(key: Any, path: str) -> None:
             _check_key(item, path)
     elif not isinstance(key, _KEYS):
         raise EncodeError(
-            f"cannot encode {path}: unsupported type {_type_name(key)}. Expected None, str, bytes, a number, or a "
-            "tuple or frozenset of these"
+            f"cannot encode {path}: unsupported type {_type_name(key)}. Supported types: None, str, bytes, numbers, "
+            "and tuples and frozensets of these"
         )
 
 

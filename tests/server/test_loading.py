@@ -417,7 +417,7 @@ def test_what_cannot_travel_is_a_failure_with_its_path(batch: Any, path: str) ->
     failure = Bench(Made(lambda index: 0), collate=lambda samples: batch).failure()
     assert failure.type == "teleloader.EncodeError"
     assert failure.message.startswith(path)
-    assert re.search("A batch may contain|Supported dtypes|Expected None", failure.message)
+    assert re.search("Supported types|Supported dtypes", failure.message)
 
 
 def test_an_element_type_that_cannot_travel_is_a_failure_with_its_path_in_the_default_collate_too() -> None:

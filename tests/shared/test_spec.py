@@ -176,7 +176,7 @@ def test_an_unknown_field_is_refused() -> None:
     with pytest.raises(InvalidSpec) as caught:
         LoaderSpec.from_json({"dataset": "d", "batchsize": 4})
     assert str(caught.value) == (
-        "unknown field 'batchsize' in the loader spec: expected dataset, fingerprint, batch_size, shuffle, "
+        "unknown field 'batchsize' in the loader spec: expected one of dataset, fingerprint, batch_size, shuffle, "
         "drop_last, order, seed, rank, world_size, tail, checksum, compression, collate, worker_init, session, "
         "num_workers, shard_states, resumed_epoch, in_process, delivered"
     )
@@ -294,7 +294,7 @@ def test_the_name_of_a_field_is_not_repeated_at_length() -> None:
 @pytest.mark.parametrize("own", [{"order": "client"}, {"num_workers": 1}, {"in_process": True}], ids=str)
 def test_what_is_ones_own_needs_a_session(own: dict[str, Any]) -> None:
     """Fields that make batches depend on more than the spec require a session, so that loaders do not share them."""
-    with pytest.raises(InvalidSpec, match="require a session, got session=null"):
+    with pytest.raises(InvalidSpec, match=r"require a session: got .*session=null"):
         LoaderSpec.from_json({"dataset": "d", **own})
     mine = LoaderSpec.from_json({"dataset": "d", "session": "mine", **own})
     assert mine.key != LoaderSpec(dataset="d", session="mine").key

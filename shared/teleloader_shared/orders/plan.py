@@ -39,7 +39,7 @@ class Plan:
 
     def __init__(self, spec: LoaderSpec, length: int, epoch: int) -> None:
         if not 0 <= epoch < MAX_EPOCH:
-            raise InvalidSpec(f"epoch must be in [0, 2**62 - 1], got {epoch}")
+            raise InvalidSpec(f"epoch must be in [0, 2**62), got {epoch}")
         if not 0 <= length <= 2**62:
             raise InvalidSpec(f"the dataset's length must be in [0, 2**62], got {length}")
         self.spec = spec
