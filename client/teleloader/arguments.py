@@ -135,8 +135,8 @@ def check_ranks(
         )
     if drawn and (rank is not None or world_size is not None):
         raise ValueError(
-            "rank and world_size options are mutually exclusive with sampler, batch_sampler and generator: use a "
-            "sampler that divides the epoch among ranks, such as DistributedSampler"
+            "rank and world_size options are mutually exclusive with sampler, batch_sampler and generator: remove rank "
+            "and world_size (a DistributedSampler divides the epoch among ranks), or pass seed= instead of the others"
         )
 
 

@@ -250,14 +250,16 @@ class RemoteDataset:
         if not hosted:
             raise _final(missing)
         for error in missing:
-            logger.warning("%s; continuing without this server until it responds", error)
+            logger.warning("%s; using the other servers, and retrying this one periodically", error)
         if len({info.fingerprint for _, info in hosted}) > 1:
             each = "; ".join(
                 f"{server.url} has {info.name!r} with length {info.length}, version {info.version!r}, fingerprint "
                 f"{info.fingerprint}"
                 for server, info in hosted
             )
-            raise DatasetChanged(f"the servers host different data: {each}. Update all servers, or remove some URLs")
+            raise DatasetChanged(
+                f"the servers host different data: {each}. Host the same data on all servers, or remove URLs"
+            )
         return hosted[0][1]
 
     def _persistently(self, request: Callable[[], _Result]) -> _Result:

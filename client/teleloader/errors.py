@@ -87,4 +87,4 @@ def _text(failure: Failure, batch_id: BatchId, server: str) -> str:
     hint = ""
     if failure.type == "AttributeError" and failure.message.startswith("'NoneType' object has no attribute"):
         hint = " get_worker_info() returns None if num_workers is 0: pass num_workers=1 to get a worker info."
-    return printable(f"{cause}\n\nThis was {which}, on {server}.{hint}")
+    return printable(f"{cause}\n\nThe error occurred in {which}, on {server}.{hint}")

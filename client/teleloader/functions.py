@@ -48,8 +48,9 @@ def name_on_server(
         return local.register_function(owner, argument)
     if not isinstance(function, FunctionType | BuiltinFunctionType | type) or "<" in str(name):
         raise ValueError(
-            f"{argument}={name or repr(function)[:80]} runs on the server, and {dataset.url} cannot import it by name: "
-            "define it in a module that is installed on the server, and allow it in the server's configuration"
+            f"{argument}={name or repr(function)[:80]} runs on the server, but {dataset.url} can import only "
+            "module-level functions: define the function in a module that is installed on the server, and allow the "
+            "function in the server's configuration"
         )
     found, info = f"{module}:{name}", dataset.info
     if found == (info.collate if argument == "collate_fn" else info.worker_init):
@@ -67,8 +68,9 @@ def _check_allowed(argument: str, function: str, info: DatasetInfo, url: str) ->
     if function.startswith("__main__:"):
         name = function.removeprefix("__main__:")
         raise ValueError(
-            f"{argument}={function} is defined in this process's main script, which {url} cannot import: move it to a "
-            f'module that is installed on the server, and allow it in the configuration: functions = ["module:{name}"]'
+            f"{argument}={function} is defined in this process's main script, which {url} cannot import: move the "
+            "function to a module that is installed on the server, and allow the function in the server's "
+            f'configuration: functions = ["module:{name}"]'
         )
     if function not in info.functions:
         raise ValueError(

@@ -309,7 +309,9 @@ class DataLoader:
         order = self._order
         plan = order.plan(self.spec, epoch)
         if plan is None:
-            raise TypeError(f"{self!r} has no plan: the order is {order.description}. Pass seed= for a seeded order")
+            raise TypeError(
+                f"{self!r} has no plan: the order is {order.description}. Use a map-style dataset with seed="
+            )
         return plan
 
     # -- iteration

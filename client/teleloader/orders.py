@@ -292,8 +292,8 @@ class Orders:
             return self._drawn if spec.shuffle or change else self._plan
         if change:
             raise ValueError(
-                f"cannot use the new {change}: the order is determined by seed={spec.seed}, rank={spec.rank}, "
-                f"world_size={spec.world_size}. Create another DataLoader with the new arguments"
+                f"cannot change {change}: seed={spec.seed}, rank={spec.rank} and world_size={spec.world_size} "
+                "determine the order. Create another DataLoader with the new arguments"
             )
         return self._plan
 

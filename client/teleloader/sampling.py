@@ -355,9 +355,9 @@ def index_frame(batch_id: BatchId, indices: Any) -> bytes:
         with suppress(OverflowError):
             plain = np.array(plain, np.int64).view(Tensor)
     try:
-        return to_bytes(batch_id, plain)
+        return to_bytes(batch_id, plain, name="indices")
     except EncodeError as error:
-        raise TypeError(f"invalid index list of the sampler: {error}") from None
+        raise TypeError(f"the sampler yielded an invalid index list: {error}") from None
 
 
 def _plain(indices: Any) -> Any:

@@ -101,7 +101,8 @@ def _epoch_and_batch(state: Mapping[str, Any], global_batch_size: int | None) ->
     epoch, count = state["epoch"], state.get(unit)
     if not isinstance(epoch, int) or not isinstance(count, int) or epoch < 0 or count < 0:
         raise StateMismatch(
-            f"invalid state with epoch = {short(epoch)} and {unit} = {short(count)}: expected non-negative integers"
+            f"invalid state with epoch = {short(epoch)} and {unit} = {short(count)}: expected a result of "
+            "state_dict(), with non-negative integers"
         )
     batch, rest = divmod(count, global_batch_size or 1)
     if rest:

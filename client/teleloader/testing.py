@@ -89,7 +89,7 @@ class FakeServer:
     def _loader(self, key: str) -> tuple[str, Workers]:
         found = self._loaders.get(key)
         if found is None:
-            raise UnknownLoader(f"unknown loader {key}: the fake server at {self.url} has not registered it")
+            raise UnknownLoader(f"unknown loader {key}: register the loader with the fake server at {self.url}")
         return found
 
     def _forget(self, key: str) -> None:
@@ -124,7 +124,7 @@ class _InProcessServer(BatchServer):
     @property
     def _fake(self) -> FakeServer:
         if self.url not in fakes:
-            raise Unreached(f"cannot connect to {self.url}: the FakeServer was closed. Use it in the with block")
+            raise Unreached(f"cannot connect to {self.url}: the FakeServer was closed. Connect within its with block")
         return self._running
 
     def datasets(self) -> list[DatasetInfo]:
@@ -205,7 +205,9 @@ class _Connection:
             raise TransportError(str(error) or type(error).__name__) from error
         self._check()
         if len(frame) > max_bytes:
-            raise ProtocolError(f"batch {start} exceeds {max_bytes:,} bytes: increase max_batch_bytes")
+            raise ProtocolError(
+                f"batch {start} has {len(frame):,} bytes, and the limit is {max_bytes:,}: increase max_batch_bytes"
+            )
         self.first_byte = time.time_ns()
         memory = buffers.take(len(frame), batches)
         memory.data[:] = frame

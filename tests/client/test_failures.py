@@ -28,7 +28,7 @@ def test_the_text_is_torchs_and_more() -> None:
     assert str(raised("ValueError")) == (
         "Caught ValueError in DataLoader worker process 1.\n"
         "Original Traceback (most recent call last):\n  ...\nValueError: it broke\n\n"
-        "This was batch 7 of epoch 2, with the indices [1, 2], on http://here."
+        "The error occurred in batch 7 of epoch 2, with the indices [1, 2], on http://here."
     )
 
 

@@ -192,7 +192,7 @@ def test_at_first_contact_another_server_is_an_error_at_once(status: int) -> Non
     assert len(asked) == 1
     text = str(raised.value)
     assert text.startswith(f"{url}/v1/datasets responded with {status}: <html>")
-    assert text.endswith("Check that this is the URL of a loader server")
+    assert text.endswith(f"Check that {url} is the URL of a loader server")
     assert " gateway " in text
     assert text.isprintable()
     assert len(text) < 500

@@ -213,7 +213,7 @@ def test_an_array_of_indices_stays_an_array() -> None:
 @pytest.mark.parametrize("indices", [object(), [1, object()], lambda: 0], ids=["object", "in a list", "function"])
 def test_what_cannot_be_sent_is_a_type_error(indices: Any) -> None:
     """The error names the sampler as the cause, and the position in the list."""
-    with pytest.raises(TypeError, match=r"^invalid index list of the sampler: cannot encode batch"):
+    with pytest.raises(TypeError, match=r"^the sampler yielded an invalid index list: cannot encode indices"):
         index_frame(BATCH_ID, indices)
 
 

@@ -74,7 +74,7 @@ class Saying(Server):
 @pytest.mark.parametrize("answer", [None, 5, "x", {}, [5], [{}], [[INFO]], nested()], ids=lambda answer: type(answer))
 def test_a_list_of_datasets_that_is_none_is_refused(answer: Any) -> None:
     """The error suggests that the URL is not that of a loader server."""
-    with pytest.raises(ProtocolError, match="Check that this is the URL of a loader server"):
+    with pytest.raises(ProtocolError, match="Check that http://server is the URL of a loader server"):
         Saying(answer).datasets()
 
 
@@ -82,7 +82,7 @@ def test_a_list_of_datasets_that_is_none_is_refused(answer: Any) -> None:
 def test_a_dataset_with_a_value_of_another_type_is_refused(name: str) -> None:
     """An invalid value is rejected when it is read, not when it is used."""
     assert Saying(INFO).dataset("fake").name == "fake"
-    with pytest.raises(ProtocolError, match=rf"invalid {name} = .*\. Check that this is the URL of a loader server"):
+    with pytest.raises(ProtocolError, match=rf"invalid {name} = .*\. Check that http://server is the URL"):
         Saying({**INFO, name: [[name]]}).dataset("fake")
 
 
@@ -151,4 +151,4 @@ def test_what_a_server_refuses_names_the_server() -> None:
     assert str(failed) == "http://server/v1/x responded with 500: why"
     for body in (b"why", json.dumps({"code": "NotFound", "detail": "why"}).encode()):
         doubtful = error_of(404, body, "http://server", "/v1/x")
-        assert str(doubtful).startswith("http://server/v1/x responded with 404: why. Check that this is the URL")
+        assert str(doubtful).startswith("http://server/v1/x responded with 404: why. Check that http://server is")

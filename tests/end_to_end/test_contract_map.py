@@ -517,7 +517,7 @@ def test_changed_samplers_are_an_error_where_they_cannot_decide(change: Any, opt
     assert len(expected) == len(loader)
     change(loader)
     for use in (iter, len, DataLoader.state_dict):
-        with pytest.raises(ValueError, match=r"cannot use the new \w*Sampler\.\w+: .* Create another DataLoader"):
+        with pytest.raises(ValueError, match=r"cannot change \w*Sampler\.\w+: .* Create another DataLoader"):
             use(loader)
 
 

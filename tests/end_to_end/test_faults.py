@@ -96,7 +96,7 @@ def test_a_sample_of_a_stream_that_ends_every_worker_becomes_an_error(kind: type
             WorkerDied, match=r"exited with code 3; every worker that loaded the batch exited"
         ) as caught:
             next(batches)
-    assert "This was batch 2 of epoch 0, on http" in str(caught.value)
+    assert "The error occurred in batch 2 of epoch 0, on http" in str(caught.value)
 
 
 def test_a_killed_and_restarted_server_continues_the_epoch(start_server: StartServer, free_port: int) -> None:

@@ -195,7 +195,7 @@ def test_the_port_of_some_other_web_server() -> None:
     with elsewhere() as url:
         text = refusal(ProtocolError, url)
     assert text.startswith(f"{url}{DATASETS_PATH} responded with 404")
-    assert text.endswith("Check that this is the URL of a loader server")
+    assert text.endswith(f"Check that {url} is the URL of a loader server")
 
 
 def test_the_port_of_something_that_speaks_no_http() -> None:
@@ -252,7 +252,7 @@ def test_a_server_of_another_release() -> None:
     assert f"protocol version {PROTOCOL_VERSION + 1}, expected {PROTOCOL_VERSION}:" in str(caught.value)
     assert "install the same release of teleloader on both sides" in str(caught.value)
     with elsewhere(datasets=[{"name": "train"}]) as url:
-        assert "both sides have the same release of teleloader" in refusal(ProtocolError, url)
+        assert "install the same release of teleloader on both sides" in refusal(ProtocolError, url)
 
 
 def test_an_output_that_is_not_installed(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_a_certificate_of_another_ca_is_refused(server: ServerProcess, files: Fi
     for credentials in ({}, {"ca": Files(tmp_path).ca}):
         said = refusal(server.url, **credentials)
         assert server.url in said
-        assert "the server's certificate has an unknown CA" in said
+        assert "the server's certificate is signed by an unknown CA" in said
         assert "Set TELELOADER_CA to the CA file" in said
 
 

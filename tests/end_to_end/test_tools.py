@@ -209,7 +209,7 @@ def test_a_server_that_says_something_else_is_no_riddle() -> None:
     with serving(server):
         done = tool("stats", server.url)
     assert done.code == 2
-    assert "fields missing in the server's Stats: consumers, consumers_total, datasets, workers. Check that" in done.err
+    assert "missing fields of Stats: consumers, consumers_total, datasets, workers. Check that" in done.err
 
 
 def test_watching_goes_on_in_place_until_ctrl_c(figures: tuple[MadeUpServer, str]) -> None:
@@ -443,7 +443,7 @@ def test_audit_says_why_samples_are_missing_or_repeated(hosting: ServerProcess) 
     assert "never visited: 1 sample (99), omitted by --drop-last" in dropped.out
     padded = tool("audit", hosting.url, "numbers", "--world-size", "3")
     assert padded.code == 1
-    assert "visited more than once: 2 samples (0, 1), so that all ranks have equally many (--tail pad)" in padded.out
+    assert "visited more than once: 2 samples (0, 1), for equal sample counts of all ranks (--tail pad)" in padded.out
 
 
 class Sized:

@@ -141,10 +141,10 @@ class Server:
         datasets = self._request("GET", DATASETS_PATH, limit=MAX_JSON_BYTES)
         if not isinstance(datasets, list):
             raise ProtocolError(
-                f"{self.url} sent {short(datasets)}, expected a list of datasets. Check that this is the URL of a "
-                "loader server"
+                f"invalid response from {self.url}: expected a list of datasets, got {short(datasets)}. Check that "
+                f"{self.url} is the URL of a loader server"
             )
-        return [record(DatasetInfo, fields) for fields in datasets]
+        return [record(DatasetInfo, fields, self.url) for fields in datasets]
 
     @_confirmed
     def dataset(self, name: str) -> DatasetInfo:
@@ -153,7 +153,7 @@ class Server:
         Raises:
             UnknownDataset: If the server hosts no dataset of that name.
         """
-        return record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"))
+        return record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"), self.url)
 
     @_confirmed
     def register(self, spec: LoaderSpec) -> Registration:
@@ -165,7 +165,7 @@ class Server:
             VersionMismatch: If the server uses another version of the protocol.
             ProtocolError: If the response is not the registration of `spec`.
         """
-        registered = record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()))
+        registered = record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()), self.url)
         if registered.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"{self.url} uses protocol version {short(registered.protocol)}, expected {PROTOCOL_VERSION}: install "
@@ -175,7 +175,7 @@ class Server:
         if registered.key != key:
             raise ProtocolError(
                 f"{self.url} registered loader {short(registered.key)}, expected {key}: install the same release of "
-                "teleloader on both sides, and check proxies on the path"
+                "teleloader on both sides, and check proxies between client and server"
             )
         return registered
 
@@ -219,7 +219,9 @@ class Server:
         )
         frame = codec.read(pageable_memory(choose_output(None), np.frombuffer(body, np.uint8)))
         if frame.batch_id != batch_id:
-            raise ProtocolError(f"{self.url} sent {frame.batch_id}, expected {batch_id}: check proxies on the path")
+            raise ProtocolError(
+                f"{self.url} sent {frame.batch_id}, expected {batch_id}: check proxies between client and server"
+            )
         return frame
 
     @_confirmed
@@ -302,7 +304,7 @@ class Server:
             content = json.loads(body)
         except (ValueError, RecursionError):
             raise ProtocolError(
-                f"the response of {self.url}{path} is not JSON: {excerpt(body)}. Check that this is the URL of a "
+                f"the response of {self.url}{path} is not JSON: {excerpt(body)}. Check that {self.url} is the URL of a "
                 "loader server"
             ) from None
         self.is_identified = True
@@ -469,7 +471,7 @@ def _body_of(response: httpx.Response, limit: int) -> bytearray:
         body += piece
         if is_success and len(body) > limit:
             raise ProtocolError(
-                f"the response of {response.url} exceeds {limit:,} bytes: check that this is the URL of a loader server"
+                f"the response of {response.url} exceeds {limit:,} bytes: check that the URL is that of a loader server"
             )
         if not is_success and len(body) >= MAX_PROBLEM_BYTES:
             del body[MAX_PROBLEM_BYTES:]

@@ -160,8 +160,13 @@ def _untrusted(error: ssl.SSLCertVerificationError) -> str:
     if "not yet valid" in reason:
         return "the server's certificate is not valid yet. Check the clocks of this machine and of the server"
     if "mismatch" in reason or "not valid for" in reason:
-        return f"the server's certificate is for another name ({reason}). Use a name that the certificate contains"
-    return f"the server's certificate has an unknown CA ({reason}). Set TELELOADER_CA to the CA file, or pass ca="
+        return (
+            f"the server's certificate is for another name ({reason}). Use a URL with a host name that the certificate "
+            "contains"
+        )
+    return (
+        f"the server's certificate is signed by an unknown CA ({reason}). Set TELELOADER_CA to the CA file, or pass ca="
+    )
 
 
 def _refused(reason: str) -> str | None:
@@ -173,7 +178,9 @@ def _refused(reason: str) -> str | None:
         )
     if "ALERT" in reason and ("_CA" in reason or "CERTIFICATE" in reason):
         alert = reason.partition("ALERT_")[2].replace("_", " ").lower()
-        return f"the server rejected the client certificate ({alert}). Use a certificate of a CA that the server trusts"
+        return (
+            f"the server rejected the client certificate ({alert}). Use a certificate from a CA that the server trusts"
+        )
     if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason:
         return "the server does not support TLS 1.2 or later. Enable a newer version of TLS on the server"
     return None

@@ -55,7 +55,7 @@ def error_of(
     problem = _problem_of(body)
     code, detail = problem.get("code", ""), sentence(problem.get("detail", excerpt(body)))
     # every web server responds with 404 to unknown paths
-    doubt = "" if code and status != httpx.codes.NOT_FOUND else ". Check that this is the URL of a loader server"
+    doubt = "" if code and status != httpx.codes.NOT_FOUND else f". Check that {server} is the URL of a loader server"
     error = known_error(code, detail) or ProtocolError(
         f"{server}{path} responded with {status}{f': {detail}' if detail else ''}{doubt}"
     )
@@ -99,12 +99,13 @@ def _problem_of(body: bytes | bytearray) -> dict[str, str]:
     return {key: value for key, value in content.items() if isinstance(value, str)} if isinstance(content, dict) else {}
 
 
-def record(kind: type[_Record], fields: Any) -> _Record:
+def record(kind: type[_Record], fields: Any, url: str) -> _Record:
     """Convert a JSON object to a record of type `kind`; ignore unknown fields, which a newer server may add.
 
     Args:
         kind: Dataclass of the record.
         fields: JSON object from a server.
+        url: URL of the server, for error messages.
 
     Raises:
         ProtocolError: If a field is missing, or its value has a wrong type.
@@ -112,13 +113,14 @@ def record(kind: type[_Record], fields: Any) -> _Record:
     hints = get_type_hints(kind)
     if not isinstance(fields, dict) or not set(hints) <= set(fields):
         raise ProtocolError(
-            f"invalid response {short(fields)}: expected the fields {', '.join(hints)}. Check that this is the URL of "
-            "a loader server, and that both sides have the same release of teleloader"
+            f"invalid response from {url}: {short(fields)}, expected the fields {', '.join(hints)}. Check that {url} "
+            "is the URL of a loader server, and install the same release of teleloader on both sides"
         )
     for name, hint in hints.items():
         if not _fits(fields[name], hint):
             raise ProtocolError(
-                f"invalid {name} = {short(fields[name])} in the response. Check that this is the URL of a loader server"
+                f"invalid response from {url}: invalid {name} = {short(fields[name])}. Check that {url} is the URL of "
+                "a loader server"
             )
     return kind(**{name: fields[name] for name in hints})
 

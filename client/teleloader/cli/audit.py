@@ -88,4 +88,4 @@ def _why_missing(spec: LoaderSpec) -> str:
 
 
 def _why_repeated(spec: LoaderSpec) -> str:
-    return ", so that all ranks have equally many (--tail pad)" if spec.tail == "pad" and spec.world_size > 1 else ""
+    return ", for equal sample counts of all ranks (--tail pad)" if spec.tail == "pad" and spec.world_size > 1 else ""

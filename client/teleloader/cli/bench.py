@@ -157,7 +157,10 @@ class Bench:
             except Exception as error:  # noqa: BLE001 - any exception of the dataset
                 raise BatchFailed(f"{type(error).__name__}: {error}") from None
             if empty:
-                raise ValueError(f"no batches in an epoch of dataset {self._name!r}: use a smaller --batch-size")
+                raise ValueError(
+                    f"an epoch of dataset {self._name!r} has no batches: check that the dataset has samples, and use a "
+                    "smaller --batch-size, or omit --drop-last"
+                )
 
     def _count(self, batch: Any) -> None:
         _, leaves = flatten(batch)
@@ -187,7 +190,7 @@ def own_diagnosis(url: str) -> tuple[Diagnosis | None, int | None]:
     is None if the workers are not the bottleneck, or also serve other consumers.
     """
     try:
-        found = record_of(Stats, Server(url, TIMEOUT).stats(MAX_CONSUMERS))
+        found = record_of(Stats, Server(url, TIMEOUT).stats(MAX_CONSUMERS), url)
     except Forbidden:
         return None, None
     # consumers are sorted by their last request, the latest first

@@ -59,7 +59,7 @@ def access(command: _Command) -> _Command:
         ("--token-file", TOKEN_FILE_VARIABLE, "File with the token that authenticates the client."),
         ("--ca", CA_VARIABLE, "File with the CA certificate of an https:// server."),
         ("--cert", CERT_VARIABLE, "File with a client certificate."),
-        ("--key", KEY_VARIABLE, "File with the key of the certificate, if it is in another file."),
+        ("--key", KEY_VARIABLE, "File with the private key of the client certificate, if it is not in --cert."),
     )):  # fmt: skip
         command = click.option(
             option,

@@ -45,7 +45,7 @@ def _facts(frame: Frame, dataset: RemoteDataset) -> dict[str, object]:
 def _show_batch(frame: Frame, dataset: RemoteDataset, console: Console) -> None:
     where = f"batch {frame.batch_id.batch} of epoch {frame.batch_id.epoch} of {dataset.name} on {dataset.url}"
     if isinstance(frame.content, End):
-        console.print(Text(f"{where}: no batch, its shard ended after {counted(frame.content.samples, 'sample')}"))
+        console.print(Text(f"{where} does not exist: the shard ended after {counted(frame.content.samples, 'sample')}"))
         return
     padding = f", with {counted(frame.padding, 'repeated sample')} at its end" if frame.padding else ""
     console.print(Text(printable(f"{where}, {size(frame.nbytes)}{padding}")), soft_wrap=True)

@@ -54,12 +54,13 @@ _STATES: Final = {"busy": "green", "starting": "yellow"}
 _Record = TypeVar("_Record")
 
 
-def record_of(kind: type[_Record], value: Any) -> _Record:
+def record_of(kind: type[_Record], value: Any, url: str) -> _Record:
     """Convert a JSON object to a record of type `kind`; ignore unknown fields, which a newer server may add.
 
     Args:
         kind: Dataclass of the record.
         value: JSON object from a server.
+        url: URL of the server, for error messages.
 
     Raises:
         ProtocolError: If a field is missing, or a list or an object has another JSON type.
@@ -68,21 +69,22 @@ def record_of(kind: type[_Record], value: Any) -> _Record:
     missing = hints.keys() - value.keys() if isinstance(value, dict) else hints.keys()
     if missing:
         raise ProtocolError(
-            f"fields missing in the server's {kind.__name__}: {', '.join(sorted(missing))}. Check that this is the URL "
-            "of a loader server, and that both sides have the same release of teleloader; --json shows the response"
+            f"invalid statistics from {url}: missing fields of {kind.__name__}: {', '.join(sorted(missing))}. Check "
+            f"that {url} is the URL of a loader server, and install the same release of teleloader on both sides; "
+            "--json shows the response"
         )
-    return kind(**{name: _read(hint, value[name]) for name, hint in hints.items()})
+    return kind(**{name: _read(hint, value[name], url) for name, hint in hints.items()})
 
 
-def _read(hint: Any, value: Any) -> Any:
+def _read(hint: Any, value: Any, url: str) -> Any:
     container = get_origin(hint)
     if container in (list, dict) and not isinstance(value, container):
-        raise ProtocolError(f"invalid statistics: expected a {container.__name__}, got {short(value)}")
+        raise ProtocolError(f"invalid statistics from {url}: expected a {container.__name__}, got {short(value)}")
     if container is list:
-        return [_read(get_args(hint)[0], item) for item in value]
+        return [_read(get_args(hint)[0], item, url) for item in value]
     if container is dict:
-        return {key: _read(get_args(hint)[1], item) for key, item in value.items()}
-    return record_of(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value
+        return {key: _read(get_args(hint)[1], item, url) for key, item in value.items()}
+    return record_of(hint, value, url) if is_dataclass(hint) and isinstance(hint, type) else value
 
 
 def once(url: str, limit: int, *, as_json: bool) -> None:
@@ -92,7 +94,7 @@ def once(url: str, limit: int, *, as_json: bool) -> None:
         print_json(response)
         return
     console = results_console()
-    console.print(shown(record_of(Stats, response), console.width))
+    console.print(shown(record_of(Stats, response, url), console.width))
 
 
 def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
@@ -107,14 +109,14 @@ def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
             if as_json:
                 print_json({"error": str(found)} if isinstance(found, TeleloaderError) else found)
             else:
-                console.print(_view(found, console), Text())
+                console.print(_view(found, console, url), Text())
                 sys.stdout.flush()
         return
     with Live(
         Text("connecting ..."), console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
     ) as live:
         for found in _every(interval, server, limit):
-            live.update(_view(found, console), refresh=True)
+            live.update(_view(found, console, url), refresh=True)
 
 
 def _every(interval: float, server: Server, limit: int) -> Iterator[Any]:
@@ -127,10 +129,10 @@ def _every(interval: float, server: Server, limit: int) -> Iterator[Any]:
         time.sleep(max(0.0, interval - (time.monotonic() - began)))
 
 
-def _view(found: Any, console: Console) -> RenderableType:
+def _view(found: Any, console: Console, url: str) -> RenderableType:
     if isinstance(found, TeleloaderError):
         return Text(f"{printable(str(found))}\nretrying", style="bold red")
-    return shown(record_of(Stats, found), console.width)
+    return shown(record_of(Stats, found, url), console.width)
 
 
 # -- output

@@ -278,7 +278,10 @@ class DirectReceiver:
 
 
 def _stopped(stop: StopIteration) -> Raised:
-    error = RuntimeError("the dataset or the collate function raised StopIteration: raise another exception")
+    error = RuntimeError(
+        "the dataset or the collate function raised StopIteration, which would end the epoch early: raise a different "
+        "exception type, or catch StopIteration from next()"
+    )
     error.__cause__ = stop
     return Raised(error)
 

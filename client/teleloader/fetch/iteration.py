@@ -362,7 +362,10 @@ class LoaderIterator:
             batch = frame.content if current.stager is None else current.stager.use(frame)
             return Delivery(frame, batch if current.transform is None else current.transform(batch))
         except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the epoch (PEP 479)
-            stopped = RuntimeError(f"device_transform raised {type(error).__name__}: raise another exception")
+            stopped = RuntimeError(
+                f"device_transform raised {type(error).__name__}, which would end the epoch early: raise a different "
+                "exception type, or catch the exception in device_transform"
+            )
             stopped.__cause__ = error
             return Delivery(frame, raised=Raised(stopped))
         except BaseException as error:

@@ -140,5 +140,5 @@ class Stager:
         self._ahead = 0
         self._warning = (
             f"out of device memory while prefetching a batch to the device ({str(error).splitlines()[0]}): the loader "
-            "copies one batch at a time in the rest of the epoch. Set device_ahead=0 or 1, or use smaller batches"
+            "copies one batch at a time for the rest of the epoch. Set device_ahead=0 or 1, or use smaller batches"
         )

@@ -257,7 +257,7 @@ def parse_device(device: Any) -> Any:
 
     try:
         if isinstance(device, bool):
-            raise TypeError("expected a torch.device, a string or an index, got bool")  # noqa: TRY301
+            raise TypeError("unsupported type bool")  # noqa: TRY301
         named = _accelerator_at(device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")

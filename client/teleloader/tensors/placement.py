@@ -90,12 +90,13 @@ def check_placement(output: Output, name: str, value: Any) -> None:
         parse_device(value)
     elif name == "sharding" and value is not None:
         if output != "jax":
-            raise ValueError(f"sharding requires JAX arrays: pass output='jax', got output={output!r}")
+            raise ValueError(f"sharding requires JAX arrays, got output={output!r}: pass output='jax'")
         check_sharding(value)
 
 
 def _check_torch(output: Output, option: str, value: Any, hint: str = "") -> None:
     if output != "torch":
         raise TeleloaderError(
-            f"{option}={value!r} requires torch tensors: pip install 'teleloader[torch]', or pass output='torch'{hint}"
+            f"{option}={value!r} requires torch tensors, got output={output!r}: pip install 'teleloader[torch]', or "
+            f"pass output='torch'{hint}"
         )

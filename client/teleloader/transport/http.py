@@ -206,7 +206,7 @@ class HttpConnection:
     def _receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
         with self._http.getresponse() as response:
             if response.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._sent_token):
-                raise TransportError("the token was replaced")
+                raise TransportError("the server rejected the previous token")
             if response.status != http.client.OK:
                 self._arriving.allow(MAX_PROBLEM_BYTES)
                 raise error_of(
@@ -216,8 +216,8 @@ class HttpConnection:
             size = response.length
             if size is None or not 0 < size <= max_bytes:
                 raise ProtocolError(
-                    f"invalid response with Content-Length {size}: expected 1 to {max_bytes:,} bytes. If batches are "
-                    "larger, increase max_batch_bytes"
+                    f"invalid response from {self._server.url}: Content-Length {size}, expected 1 to {max_bytes:,} "
+                    "bytes. If batches are larger, increase max_batch_bytes of the DataLoader"
                 )
             self._arriving.allow(size)
             memory = buffers.take(size, batches)
@@ -226,7 +226,7 @@ class HttpConnection:
             while filled < size:
                 got = response.readinto(view[filled:])
                 if not got:
-                    raise TransportError(f"the response ended {size - filled:,} bytes early")
+                    raise TransportError(f"the response is truncated: expected {size:,} bytes, got {filled:,}")
                 filled += got
             return memory
 
