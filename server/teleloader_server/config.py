@@ -110,7 +110,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[DatasetC
             raise ConfigError(
                 f'invalid entry [datasets.{name}] in {path}: expected a table with factory = "module:function"'
             )
-        check_keys(f"[datasets.{name}], {path}", table, fields)
+        check_keys(f"[datasets.{name}] of {path}", table, fields)
         datasets.append(DatasetConfig(name=name, **table))
     return tables.get("server", {}), tables.get("limits", {}), datasets
 
@@ -131,7 +131,7 @@ def check_keys(where: str, table: Mapping[str, Any], known: Sequence[str]) -> No
     """Raise `ConfigError` if a table has an unknown key."""
     for name in table:
         if name not in known:
-            raise ConfigError(f"unknown entry {name!r} in {where}: expected {', '.join(known)}")
+            raise ConfigError(f"unknown key {name!r} in {where}: expected one of {', '.join(known)}")
 
 
 def _meant(chosen: str, target: str) -> str:
@@ -140,7 +140,7 @@ def _meant(chosen: str, target: str) -> str:
     dotted = ".".join(Path(os.path.relpath(module.removesuffix(".py") or ".")).parts)
     meant = f"{dotted}:{name or 'NAME'}"
     if not _is_target(meant):
-        return "module:name (the module must be importable from here), or chosen-name=module:name"
+        return "module:name (the module must be importable from the current folder), or chosen-name=module:name"
     which = "" if name else ", where NAME is a dataset in that module, or a function that returns one"
     return f"{chosen}{meant}{which}"
 

@@ -57,8 +57,8 @@ class Principal(NamedTuple):
             return self
         wanted = f"{need}:{dataset}" if need == READ and dataset is not None else need
         raise Forbidden(
-            f"insufficient scope: the token {self.name!r} has {format_scopes(self.scopes)}, and the request requires "
-            f"{wanted[:200]!r}. Ask the server's operator to add the scope"
+            f"insufficient scope: the request requires {wanted[:200]!r}, and token {self.name!r} has only: "
+            f"{format_scopes(self.scopes)}. Ask the server's operator to add the scope"
         )
 
 

@@ -288,7 +288,7 @@ def test_heads_are_limited() -> None:
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"max_consumer": 1}, r"unknown entry 'max_consumer'.* max_consumers"),
+        ({"max_consumer": 1}, r"unknown key 'max_consumer'.* max_consumers"),
         ({"max_consumers": 0}, r"invalid limit max_consumers=0: expected an integer greater than 0"),
         ({"max_consumers": 1.5}, r"=1\.5: expected an integer greater than 0"),
         ({"max_consumers": True}, "=True: expected"),

@@ -387,7 +387,7 @@ def _() -> str:
     return re.split(r" ERROR +", done.err)[-1]
 
 
-@meets("Unknown entry in the configuration file")
+@meets("Unknown key in the configuration file")
 def _(tmp_path: Path) -> str:
     config = tmp_path / "loader.toml"
     config.write_text("[server]\nworkers = 16\n[datasets.train]\nfactory = 'my_package.data:train'\n")

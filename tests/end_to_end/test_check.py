@@ -58,7 +58,7 @@ def test_memory_and_pickle_are_measured() -> None:
     [
         ("OwnGenerator", "recomputed batches differ", "Seed any other generator"),
         ("threaded", "building the dataset starts threads: reader", "Start them in worker_init"),
-        ("Replicas", "all shards start with the same samples", "by get_worker_info()"),
+        ("Replicas", "all shards start with the same samples", "with get_worker_info()"),
         ("NoLength", "the dataset has no length", "Define __len__"),
         ("empty", "the dataset is empty", "Check that the files of the dataset exist"),
     ],
@@ -78,7 +78,7 @@ def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) 
         (HOSTED + "failing", "ValueError: sample 17 is damaged", "skip such samples"),
         (CHECKED + "ragged", "stack expects each tensor to be equal size", "configure a collate function"),
         (CHECKED + "crashes", "exited during the step 'building the dataset' with signal SIGSEGV", "faulthandler"),
-        (CHECKED + "exits", "exited with code 3", "a crash in C code, os._exit()"),
+        (CHECKED + "exits", "exited with code 3", "possible causes: a crash in C code, os._exit()"),
         ("json:dumps_it", "module 'json' has no attribute 'dumps_it'", "would not start"),
     ],
 )

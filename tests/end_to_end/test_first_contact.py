@@ -73,14 +73,21 @@ def said(folder: Path, program: str, *arguments: str, **environment: str) -> str
         ("my_data.py:train", "expected a module, got a file. Use my_data:train"),
         (
             "my_dta:train",
-            "module 'my_dta' not found in the current folder, {folder}, or in {environment}. Check the name",
+            "module 'my_dta' not found in the current folder ({folder}) or in the Python environment {environment}. "
+            "Check the name",
         ),
         ("my_data:trian", "module 'my_data' has no attribute 'trian'. Did you mean 'train'?"),
         ("my_data:sys", "must define __getitem__ and __len__, or __iter__; got module"),
         ("my_data:FromFolder", '[datasets.FromFolder], factory = "my_data:FromFolder" and kwargs = {{'),
-        ("my_data:Missing", "builds the dataset: /nowhere/train.csv must exist on its machine, relative to {folder}"),
+        (
+            "my_data:Missing",
+            "builds the dataset: /nowhere/train.csv must exist on the server (current folder: {folder})",
+        ),
         ("my_data:Broken", "RuntimeError: the licence has run out"),
-        ("my_data:with_library", "builds the dataset: install no_such_library on its machine, in {environment}"),
+        (
+            "my_data:with_library",
+            "builds the dataset: install no_such_library on the server, in the Python environment {environment}",
+        ),
     ],
 )
 def test_a_dataset_that_cannot_be_hosted(folder: Path, dataset: str, next_step: str) -> None:
@@ -102,7 +109,7 @@ def test_a_server_without_torch(folder: Path) -> None:
     (folder / "sitecustomize.py").write_text(without_torch)
     path = os.pathsep.join(map(str, (folder, ROOT / "client", ROOT / "server", ROOT / "shared")))
     text = said(folder, SERVER, "my_torch_data:Dataset", "--port", "0", PYTHONPATH=path)
-    assert f"install torch on its machine, in {sys.prefix}" in text
+    assert f"install torch on the server, in the Python environment {sys.prefix}" in text
 
 
 def test_a_server_that_others_reach_needs_tokens(folder: Path) -> None:

@@ -242,8 +242,8 @@ def test_files_that_do_not_fit_are_refused_at_the_start(files: Files, tmp_path: 
     for arguments, sentence in (
         (("--ssl-certfile", cert, "--ssl-keyfile", other), "does not match the certificate"),
         (("--ssl-certfile", cert, "--ssl-keyfile", str(tmp_path / "nowhere")), "cannot read"),
-        (("--ssl-certfile", cert), "must contain a certificate and a key"),
-        (("--ssl-certfile", key, "--ssl-keyfile", cert), "must contain a certificate"),
+        (("--ssl-certfile", cert), "expected a certificate and a key"),
+        (("--ssl-certfile", key, "--ssl-keyfile", cert), "expected a certificate in"),
         (("--ssl-certfile", cert, "--ssl-keyfile", encrypted), "set TELELOADER_SSL_KEYFILE_PASSWORD"),
         (
             ("--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", str(tmp_path / "empty")),

@@ -777,7 +777,7 @@ def test_a_forked_child_that_comes_back_is_no_second_worker(capfd: pytest.Captur
         assert arrived(loader_of(url, seed=1)) == [[i] for i in range(5)]
         assert stats_of(url)["datasets"][0]["batches_computed"] == 5
     assert children.value == 1
-    assert "which returned: end it with os._exit()" in capfd.readouterr().err
+    assert "end forked processes with os._exit()" in capfd.readouterr().err
 
 
 def test_threads_of_torch_before_the_fork_do_no_harm() -> None:

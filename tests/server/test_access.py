@@ -88,14 +88,14 @@ def test_an_entry_may_say_all() -> None:
         ("['']\n", "invalid token name '' in"),
         ("['a b']\n", "invalid token name 'a b' in"),
         ("a-bare-token-of-a-test", "expected one TOML table per token, got a bare token"),
-        (one_entry(), "either token"),
+        (one_entry(), "got neither"),
         (f'[trainer]\ntoken = "{SECRET}"\n', "expected a list of scopes, got none. Add scopes ="),
-        (one_entry(token=f'"{SECRET}"', sha256=f'"{DIGEST}"'), "either token"),
+        (one_entry(token=f'"{SECRET}"', sha256=f'"{DIGEST}"'), "expected exactly one of token = "),
         (one_entry(token='"short"'), "16 to 512"),
         (one_entry(token='"with a space in it, and more"'), "16 to 512"),
         (one_entry(token="5"), "16 to 512"),
         (one_entry(sha256='"abc"'), "64 hexadecimal"),
-        (one_entry(token=f'"{SECRET}"', scope='["read"]'), "unknown field 'scope'"),
+        (one_entry(token=f'"{SECRET}"', scope='["read"]'), "unknown key 'scope'"),
         (one_entry(token=f'"{SECRET}"', scopes='"read"'), "expected a list of scopes"),
         (one_entry(token=f'"{SECRET}"', scopes="[]"), "expected a list of scopes"),
         (one_entry(token=f'"{SECRET}"', scopes='["write"]'), "expected read, read:DATASET"),
@@ -560,7 +560,7 @@ def test_a_session_stands_for_its_token(tmp_path: Path, clock: list[float]) -> N
     asking = scope(cookie=f"a=b; {cookie_of(header)}; c=d")
     assert RequestCaller(authenticator, asking).admit("stats").name == "trainer"
     assert "Max-Age=0" in authenticator.sign_out(asking)
-    with pytest.raises(Unauthorized, match="session has expired or was revoked"):
+    with pytest.raises(Unauthorized, match="browser session has expired or was revoked"):
         RequestCaller(authenticator, asking).admit("stats")
 
 

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         "loader",
         1,
         "The training loop waits 8 % of the time for batches that are not ready, although workers are idle 99 % of "
-        "it: more workers or faster samples would help little. Use longer epochs (each one starts with a wait), "
+        "the time: more workers or faster samples would help little. Use longer epochs (each one starts with a wait), "
         "larger batches if they are tiny, or more prefetching (prefetch_factor) if other programs use the CPUs.",
     ),
     "the server's process is late, and its workers rest": (
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         {"busy": 0.03, "event_loop_lag": 0.02},
         "loader",
         1,
-        "although workers are idle 97 % of it: the server's event loop lags by 20 ms, so add another server.",
+        "although workers are idle 97 % of the time: the server's event loop lags by 20 ms, so add another server.",
     ),
     "the loop does nothing but wait, and the workers rest": (
         {"data_wait_fraction": 0.99, "starved_fraction": 0.9, "stages": {"fetch": 1e-4}, "batch_rate": 900.0},
@@ -121,8 +121,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         {"busy": 0.03},
         "loader",
         None,
-        "Requested batches are not ready 90 % of the time, although workers are idle 97 % of it: more workers or "
-        "faster",
+        "Requested batches are not ready 90 % of the time, although workers are idle 97 % of the time: more workers "
+        "or faster",
     ),
     "the server's own process loads": (
         {"data_wait_fraction": 0.5, "starved_fraction": 0.5, "batch_rate": 10.0},
@@ -136,8 +136,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         {"busy": 1.0},
         "loader",
         None,
-        "The training loop waits 100 % of the time for batches that are not ready and consumes each one at once: 3 "
-        "workers compute 20 batches/s, enough for training steps of 50 ms; steps of half that time need 6 workers "
+        "The training loop waits 100 % of the time for batches that are not ready and consumes each batch at once: "
+        "3 workers compute 20 batches/s, enough for training steps of 50 ms; steps of half that time need 6 workers "
         "(--num-workers 6), or speed up the stage 'fetch', which takes 80 % of the time per batch.",
     ),
     "it does so on a machine that is too small": (
@@ -175,8 +175,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         {"busy": 0.1},
         "network",
         4,
-        "The training loop waits 40 % of the time although batches are ready: 20.0 MB/s arrive. If that saturates "
-        "the network, use a faster one or send fewer bytes (smaller dtypes, compression). Otherwise latency "
+        "The training loop waits 40 % of the time although batches are ready: 20.0 MB/s arrive. If this rate saturates "
+        "the network, use a faster network or send fewer bytes (smaller dtypes, compression). Otherwise latency "
         "dominates: prefetch more (prefetch_factor) and use longer epochs.",
     ),
     "the server's process is what is late": (
@@ -191,8 +191,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         {"busy": 0.2},
         "training",
         1,
-        "The training loop waits 1 % of the time for data, and the workers are idle 80 % of it, so training is the "
-        "bottleneck: 1 worker would suffice.",
+        "The training loop waits 1 % of the time for data, and the workers are idle 80 % of the time, so training "
+        "is the bottleneck: 1 worker would suffice.",
     ),
     "both are as fast": (
         {"data_wait_fraction": 0.02, "starved_fraction": 0.6, "batch_rate": 30.0},

@@ -114,16 +114,16 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
     [
         (
             '[dataset.train]\nfactory = "a:b"',
-            "unknown entry 'dataset' in {path}: expected server, limits, datasets",
+            "unknown key 'dataset' in {path}: expected one of server, limits, datasets",
         ),
         (
             '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
-            "unknown entry 'colate' in [datasets.train], {path}: expected factory, kwargs, collate, "
+            "unknown key 'colate' in [datasets.train] of {path}: expected one of factory, kwargs, collate, "
             "worker_init, functions, version, seeding, indices",
         ),
         (
             '[datasets.train]\nfactory = "a:b"\nname = "other"',
-            "unknown entry 'name' in [datasets.train], {path}: expected factory, kwargs, collate, "
+            "unknown key 'name' in [datasets.train] of {path}: expected one of factory, kwargs, collate, "
             "worker_init, functions, version, seeding, indices",
         ),
         (
@@ -240,7 +240,7 @@ def test_a_dataset_is_named_on_the_command_line(text: str, name: str, factory: s
 def test_what_names_no_dataset_is_refused(text: str) -> None:
     """The error states the expected form."""
     assert refusal(DatasetConfig.parse, text) == (
-        f"invalid dataset {text!r}: expected module:name (the module must be importable from here), "
+        f"invalid dataset {text!r}: expected module:name (the module must be importable from the current folder), "
         "or chosen-name=module:name"
     )
 

@@ -79,8 +79,8 @@ def test_code_is_found_by_module_and_name(module: Module) -> None:
 def test_a_module_that_is_not_there_is_refused() -> None:
     """The error states what the module is for, and the searched folders."""
     assert refusal(resolve, "no_such_module:x", "factory of dataset 'train'") == (
-        "factory of dataset 'train': module 'no_such_module' not found in the current folder, "
-        f"{Path.cwd()}, or in {sys.prefix}. Check the name, or install the module"
+        "factory of dataset 'train': module 'no_such_module' not found in the current folder ("
+        f"{Path.cwd()}) or in the Python environment {sys.prefix}. Check the name, or install the module"
     )
 
 
@@ -235,7 +235,7 @@ def test_a_function_that_clients_may_choose_must_be_there(module: Module) -> Non
     module("offers_none", "numbers = [3, 4, 5]\nsetting = 'fast'\n")
     stated: dict[str, Any] = {"name": "n", "factory": "offers_none:numbers"}
     assert refusal(open_dataset, DatasetConfig(**stated, functions=["offers_none:gone"])) == (
-        "functions of 'n': module 'offers_none' has no attribute 'gone'"
+        "functions of dataset 'n': module 'offers_none' has no attribute 'gone'"
     )
     assert "invalid offers_none:setting of dataset 'n': expected a callable" in refusal(
         open_dataset, DatasetConfig(**stated, functions=["offers_none:setting"])

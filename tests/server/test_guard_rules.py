@@ -85,7 +85,7 @@ def test_a_url_has_a_limit() -> None:
 def test_pipelined_requests_have_a_limit() -> None:
     """With `max_pipelined` requests pending, one more is rejected."""
     check_pipelined(2, LIMITS)
-    with pytest.raises(HttpProblem, match="3 requests of this connection are pending"):
+    with pytest.raises(HttpProblem, match="the connection has 3 pending requests"):
         check_pipelined(3, LIMITS)
 
 

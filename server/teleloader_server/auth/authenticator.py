@@ -172,7 +172,7 @@ class Authenticator:
         token = None if session is None else self.tokens.has(session.digest)
         if session is None or token is None or min(session.expires, token.expires) <= time.time():
             self._sessions.pop(_digest_of(name), None)
-            raise Unauthorized("the session has expired or was revoked: sign in again at /")
+            raise Unauthorized("the browser session has expired or was revoked: sign in again at /")
         return token.principal
 
     def _cookie_name(self, scope: Scope) -> str:
@@ -222,7 +222,8 @@ class Authenticator:
         found = self.tokens.find(token)
         if found is None:
             raise Unauthorized(
-                "unknown token: the token may have been revoked or rotated. Request a new token from the operator"
+                "unknown token: the token may have been revoked or rotated. Request a new token from the server's "
+                "operator"
             )
         if found.expires <= time.time():
             raise _expired(found.principal)

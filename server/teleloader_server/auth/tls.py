@@ -85,9 +85,13 @@ class TlsFiles:
             return f"the key in {key} is encrypted, and the password {given}: set TELELOADER_SSL_KEYFILE_PASSWORD"
         if self.keyfile is None:
             return (
-                f"{self.certfile} must contain a certificate and a key in PEM format, or pass the key as --ssl-keyfile"
+                f"invalid TLS file {self.certfile}: expected a certificate and a key in PEM format. If the key is in "
+                "another file, pass --ssl-keyfile"
             )
-        return f"{self.certfile} must contain a certificate, and {key} a key, both in PEM format ({error.reason})"
+        return (
+            f"invalid TLS files: expected a certificate in {self.certfile} and a key in {key}, both in PEM format "
+            f"({error.reason})"
+        )
 
 
 class Renewal:

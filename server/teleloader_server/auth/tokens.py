@@ -130,9 +130,10 @@ def _entry(name: str, table: object, where: str) -> Token:
         raise ConfigError(f'{at}: expected a table: [{name}], followed by sha256 = "..." and scopes = ["..."]')
     for field in table:
         if field not in _ENTRIES:
-            raise ConfigError(f"{at}: unknown field {field!r}: expected {', '.join(_ENTRIES)}")
+            raise ConfigError(f"{at}: unknown key {field!r}: expected one of {', '.join(_ENTRIES)}")
     if ("token" in table) == ("sha256" in table):
-        raise ConfigError(f'{at}: expected either token = "..." or sha256 = "..."')
+        got = "both" if "token" in table else "neither"
+        raise ConfigError(f'{at}: expected exactly one of token = "..." and sha256 = "...", got {got}')
     digest = _digest(table["token"], at) if "token" in table else _stated_digest(table["sha256"], at)
     principal = Principal(name, _scopes(table.get("scopes"), at), _share(table.get("memory_share", 1), at))
     return Token(principal, digest, _expiry(table.get("expires"), at))

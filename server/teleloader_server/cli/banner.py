@@ -46,7 +46,7 @@ def _facts(web: Server, service: LoaderService, url: str) -> Iterator[tuple[str,
         length = "unknown length" if info.length is None else counted(info.length, "sample")
         yield "dataset", f"{info.name}, {info.kind}-style, {length}"
     count = service.limits.num_workers
-    workers = "none, the server's own process loads" if count == 0 else counted(count, "process", "processes")
+    workers = "none (the server process computes the batches)" if count == 0 else counted(count, "process", "processes")
     yield "workers", f"{workers}; {counted(default_num_workers(), 'CPU')} available"
     yield "memory", f"up to {size(service.limits.memory_budget)} of prefetched batches"
     if web.config.host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind

@@ -73,7 +73,8 @@ def _ended(status: int, step: str) -> Problem:
     return Problem(
         "error",
         f"the process of the dataset exited during the step {step!r} with {how}",
-        "a crash in C code, os._exit() or exhausted memory: run the code alone with python -X faulthandler",
+        "possible causes: a crash in C code, os._exit() or exhausted memory. Run the code alone with "
+        "python -X faulthandler",
     )
 
 

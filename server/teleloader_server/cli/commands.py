@@ -128,7 +128,7 @@ def _from_file(context: click.Context, parameter: click.Parameter, path: Path | 
     for name in defaults:
         if name not in known:
             raise click.UsageError(
-                f"unknown entry {name!r} in [server], {path}: expected {', '.join(sorted(map(str, known)))}"
+                f"unknown key {name!r} in [server] of {path}: expected one of {', '.join(sorted(map(str, known)))}"
             )
     context.default_map = defaults
     return ConfigFile(path, limits, datasets)
@@ -178,7 +178,8 @@ def _listener_options(command: _Command) -> _Command:
             "because other users can read command lines.",
         ),
         click.option(
-            "--ssl-ca-certs", type=_FILE, help="CA certificates (PEM). Clients must present a certificate from a CA."
+            "--ssl-ca-certs", type=_FILE, help="CA certificates (PEM). Clients must present a certificate from one of "
+            "these CAs."
         ),
     )):  # fmt: skip
         command = option(command)
@@ -223,7 +224,7 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
     names = [dataset.name for dataset in configs]
     for name in names:
         if names.count(name) > 1:
-            raise click.UsageError(f"duplicate dataset name {name!r}: rename one of them with NAME=module:name")
+            raise click.UsageError(f"duplicate dataset name {name!r}: rename one dataset with NAME=module:name")
     return configs
 
 
@@ -249,8 +250,8 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 @click.option("--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="Maximum size of a batch.")
 @click.option(
     "--batch-timeout", default=DEFAULT_BATCH_TIMEOUT, show_default=True, type=click.FloatRange(0),
-    help="Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds the timeout is "
-    "killed, and its batch fails with the worker's stack. 0 disables the timeout.",
+    help="Timeout in seconds for computing a batch, and for starting a worker. The server kills a worker that exceeds "
+    "the timeout; the batch fails with the worker's stack trace. 0 disables the timeout.",
 )  # fmt: skip
 @click.option(
     "--max-batches-per-worker", default=0, show_default="never", type=click.IntRange(0),
@@ -268,7 +269,7 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 )  # fmt: skip
 @click.option(
     "--shutdown-grace", default=DEFAULT_SHUTDOWN_GRACE, show_default=True, type=click.FloatRange(0),
-    help="Seconds to complete pending requests after SIGTERM or Ctrl-C.",
+    help="Maximum time in seconds to complete pending requests after SIGTERM or Ctrl-C.",
 )  # fmt: skip
 @click.option(
     "--debug",
@@ -350,14 +351,15 @@ def server(
 )
 @click.option(
     "--batches", default=8, show_default=True, type=click.IntRange(1), metavar="N",
-    help="Batches per pass. There are four passes of up to 10 seconds each.",
+    help="Number of batches to compute, up to four times: as single samples, in batches, again for comparison, and "
+    "with several workers. Each run stops after 10 seconds.",
 )  # fmt: skip
 @click.option("--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="Maximum size of a batch.")
 @click.option(
     "--batch-timeout", default=60.0, show_default=True, type=click.FloatRange(0),
     help="Timeout of a batch in seconds; 0 disables the timeout.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Write one line of JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def check(
     datasets: tuple[str, ...],
     demo: bool,

@@ -290,7 +290,7 @@ class Probe:
             self._problem(
                 "warning",
                 "all shards start with the same samples",
-                "with num_workers > 1 each worker would yield all samples. Select the worker's part of the data by "
+                "with num_workers > 1 each worker would yield all samples. Select the worker's part of the data with "
                 "get_worker_info() in __iter__",
             )
 
@@ -367,7 +367,7 @@ def _encoded(batch: Any) -> bytes:
 def _advice_on(failure: Failure) -> str:
     name = failure.type.rpartition(".")[2]
     if name == "WorkerDied":
-        return "the worker process ended: a crash in C code, os._exit() or exhausted memory"
+        return "possible causes: a crash in C code, os._exit() or exhausted memory"
     if name == "LoaderTimeout":
         return "the stack shows where the worker hung. If the dataset is slow, increase --batch-timeout"
     if "collate" in failure.traceback:

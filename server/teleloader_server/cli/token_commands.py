@@ -73,7 +73,7 @@ _days = click.option(
     "--days",
     type=click.FloatRange(0, MAX_DAYS, min_open=True),
     metavar="N",
-    help="Days until the token expires. Default: never (add), as before (rotate).",
+    help="Days until the token expires. By default, a new token never expires, and rotate keeps the expiry.",
 )
 
 
@@ -103,7 +103,7 @@ def token() -> None:
     help="Scope: read (all datasets), read:DATASET, stats or admin. Repeatable.",
 )  # fmt: skip
 @_days
-@click.option("--out", type=_PATH, help="New file for the token (mode 0600). Default: stdout.")
+@click.option("--out", type=_PATH, help="Write the token to this new file (mode 0600) instead of stdout.")
 def add(name: str, path: Path, scopes: tuple[str, ...], days: float | None, out: Path | None) -> None:
     """Generate a token and add it to the token file.
 
@@ -164,7 +164,11 @@ def revoke(name: str, path: Path) -> None:
 @_name
 @_file
 @_days
-@click.option("--out", type=_PATH, help="File for the new token (mode 0600), replaced if it exists. Default: stdout.")
+@click.option(
+    "--out",
+    type=_PATH,
+    help="Write the token to this file (mode 0600) instead of stdout; an existing file is replaced.",
+)
 def rotate(name: str, path: Path, days: float | None, out: Path | None) -> None:
     """Replace a token by a new one with the same name and scopes.
 

@@ -186,8 +186,8 @@ class BodyBudget:
                 raise ServerUnavailable(
                     f"too much memory for {self._what} of {name!r}: {more:,} bytes requested, {self._held[name]:,} "
                     f"held, {self._held.total():,} held for all tokens, and the limit is {self._limit:,} "
-                    f"({self._option}). If there are several tokens, one may hold at most half of what the others "
-                    "leave. Retry later"
+                    f"({self._option}). With several tokens, each may hold at most half of the memory that the others "
+                    "leave free. Retry later"
                 )
             held += more
             self._held[name] += more
@@ -218,5 +218,6 @@ _KEY: Final = "teleloader.quota"
 def too_many(quota: Quota, limit: int, what: str, option: str) -> ServerUnavailable:
     """Return the error for a principal that exceeds a limit on the number of sessions, loaders or other resources."""
     return ServerUnavailable(
-        f"{quota.name!r} has reached the limit of {limit:,} {what}. Close some, or increase {option} in [limits]"
+        f"{quota.name!r} has reached the limit of {limit:,} {what}. Close other DataLoader iterators, or increase "
+        f"{option} in [limits]"
     )

@@ -119,7 +119,8 @@ class Engines:
                 )
         if len(self.sessions) >= limits.max_sessions:
             raise ServerUnavailable(
-                f"too many sessions (limit: {limits.max_sessions:,}). Retry later, or increase max_sessions in [limits]"
+                f"too many sessions: {len(self.sessions):,} running, and the limit is {limits.max_sessions:,}. Retry "
+                "later, or increase max_sessions in [limits]"
             )
         running = sum(session.num_workers for session in self.sessions.values())
         if running + num_workers > limits.max_session_workers:

@@ -124,9 +124,11 @@ def _advice(error: Exception, config: DatasetConfig) -> str:
     """Return advice on a common error of a factory, or "" for other errors."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        return f"The server builds the dataset: install {package} on its machine, in {sys.prefix}"
+        return f"The server builds the dataset: install {package} on the server, in the Python environment {sys.prefix}"
     if isinstance(error, FileNotFoundError) and error.filename:
-        return f"The server builds the dataset: {error.filename} must exist on its machine, relative to {Path.cwd()}"
+        return (
+            f"The server builds the dataset: {error.filename} must exist on the server (current folder: {Path.cwd()})"
+        )
     if isinstance(error, TypeError) and " missing " in str(error) and "required" in str(error):
         return (
             f"The server calls {config.factory} without arguments. To pass arguments, use a --config file with "
@@ -143,18 +145,23 @@ def open_dataset(config: DatasetConfig) -> HostedDataset:
     """
     found = resolve(config.factory, f"factory of dataset {config.name!r}")
     if config.kwargs and not is_factory(found):
-        raise ConfigError(f"kwargs of dataset {config.name!r} require a function: {config.factory} is a dataset object")
+        raise ConfigError(
+            f"kwargs of dataset {config.name!r} require a factory function, but {config.factory} is a dataset object: "
+            "remove kwargs, or specify a function that returns the dataset"
+        )
     dataset = found(**config.kwargs) if is_factory(found) else found
     return host(
         dataset,
         name=config.name,
-        collate=None if config.collate is None else resolve(config.collate, f"collate of {config.name!r}"),
+        collate=None if config.collate is None else resolve(config.collate, f"collate of dataset {config.name!r}"),
         collate_name=config.collate or "default",
         worker_init=(
-            None if config.worker_init is None else resolve(config.worker_init, f"worker_init of {config.name!r}")
+            None
+            if config.worker_init is None
+            else resolve(config.worker_init, f"worker_init of dataset {config.name!r}")
         ),
         worker_init_name=config.worker_init,
-        functions={name: resolve(name, f"functions of {config.name!r}") for name in config.functions},
+        functions={name: resolve(name, f"functions of dataset {config.name!r}") for name in config.functions},
         version=config.version,
         seeding=config.seeding,
         indices=config.indices,
@@ -255,8 +262,8 @@ def resolve(target: str, what: str) -> Any:
             module = module_name.removesuffix(".py").replace("/", ".")
             raise ConfigError(f"{what}: expected a module, got a file. Use {module}:{path}") from None
         raise ConfigError(
-            f"{what}: module {module_name!r} not found in the current folder, {Path.cwd()}, or in {sys.prefix}. Check "
-            "the name, or install the module"
+            f"{what}: module {module_name!r} not found in the current folder ({Path.cwd()}) or in the Python "
+            f"environment {sys.prefix}. Check the name, or install the module"
         ) from None
     for name in path.split("."):
         try:

@@ -170,7 +170,7 @@ def _parse(frame: bytes) -> _List:
                 f"{named!r:.200}"
             )
     if "tree" not in fields:
-        raise ProtocolError("the header has no field 'tree': it must contain the encoded indices")
+        raise ProtocolError("missing header field 'tree', which contains the encoded indices")
     return _List(batch_id, envelope, fields["tree"])
 
 
@@ -193,7 +193,7 @@ def _fields(header: memoryview) -> Iterator[tuple[str, bytes]]:
                 raise ProtocolError(f"field names in the header must be strings, got {name!r:.80}")
             yield name, _skipped(unpacker, header)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the header of an index list is not msgpack: {type(error).__name__}") from None
+        raise ProtocolError(f"the header is not msgpack: {type(error).__name__}") from None
     if unpacker.tell() != len(header):
         raise ProtocolError("unexpected data after the map in the header")
 
@@ -217,7 +217,7 @@ def _small(packed: bytes, limit: int) -> object:
     try:
         found: object = msgpack.unpackb(packed)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the header of an index list is not msgpack: {type(error).__name__}") from None
+        raise ProtocolError(f"the header is not msgpack: {type(error).__name__}") from None
     return found
 
 

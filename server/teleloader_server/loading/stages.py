@@ -201,7 +201,10 @@ class Fetch(Stage):
                 samples.append(dataset[index])
         except StopIteration as stop:
             # torch would end the epoch here without an error, and lose samples
-            raise RuntimeError(f"the dataset raised StopIteration at index {index}: raise another exception") from stop
+            raise RuntimeError(
+                f"the dataset raised StopIteration at index {index}, which would end the epoch early: raise a "
+                "different exception type, or catch StopIteration from next()"
+            ) from stop
         return samples
 
     def _seed(self, purpose: str, *coordinates: int) -> None:

@@ -166,7 +166,9 @@ def _loader_bound(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -
     if _has_other_causes(consumer, pool):
         enough = needed if needed is not None and needed <= pool.workers else None
         idle = _percent(1 - pool.busy)
-        return Diagnosis("loader", enough, f"{waits}, although workers are idle {idle} of it: {_other_causes(pool)}.")
+        return Diagnosis(
+            "loader", enough, f"{waits}, although workers are idle {idle} of the time: {_other_causes(pool)}."
+        )
     return Diagnosis("loader", needed, f"{waits}{_enough_workers(consumer, pool, needed)}, or {_faster(consumer)}.")
 
 
@@ -196,7 +198,7 @@ def _lag(pool: PoolLoad) -> str:
 def _enough_workers(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> str:
     """Recommend a sufficient number of workers, or another remedy if the pool has as many already."""
     if consumer.is_unthrottled and consumer.batch_rate >= MIN_BATCH_RATE:
-        return f" and consumes each one at once: {_throughput(consumer, pool)}"
+        return f" and consumes each batch at once: {_throughput(consumer, pool)}"
     if needed is None:
         return f": add workers ({pool.setting.format('N')})"
     if needed > pool.workers:
@@ -247,9 +249,9 @@ def _network_advice(consumer: ConsumerRates, pool: PoolLoad) -> str:
     if pool.event_loop_lag >= SLOW_EVENT_LOOP_S:
         return f"{waits}: {_lag(pool)}."
     return (
-        f"{waits}: {consumer.byte_rate / 1e6:,.1f} MB/s arrive. If that saturates the network, use a faster one or "
-        "send fewer bytes (smaller dtypes, compression). Otherwise latency dominates: prefetch more (prefetch_factor) "
-        "and use longer epochs."
+        f"{waits}: {consumer.byte_rate / 1e6:,.1f} MB/s arrive. If this rate saturates the network, use a faster "
+        "network or send fewer bytes (smaller dtypes, compression). Otherwise latency dominates: prefetch more "
+        "(prefetch_factor) and use longer epochs."
     )
 
 
@@ -262,10 +264,10 @@ def _training_bound(consumer: ConsumerRates, pool: PoolLoad, needed: int | None)
         waits = _waits(consumer, "for data")
     workers = needed if pool.workers else 0
     if pool.busy >= WORKERS_BUSY:
-        busy = f"the workers are busy {_percent(pool.busy)} of it"
+        busy = f"the workers are busy {_percent(pool.busy)} of the time"
         return Diagnosis("balanced", workers, f"{waits}, and {busy}: loading and training are balanced.")
     fewer = f": {_workers(needed)} would suffice" if needed is not None and needed < pool.workers else ""
-    idle = f"the workers are idle {_percent(1 - pool.busy)} of it"
+    idle = f"the workers are idle {_percent(1 - pool.busy)} of the time"
     return Diagnosis("training", workers, f"{waits}, and {idle}, so training is the bottleneck{fewer}.")
 
 

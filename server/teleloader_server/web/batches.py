@@ -463,8 +463,8 @@ def _parsed_json(body: bytes) -> object:
     rest, strings = _STRING.subn(b"", body, MAX_STRINGS)
     if strings == MAX_STRINGS or len(rest) > MAX_BESIDES_STRINGS:
         raise InvalidSpec(
-            f"the body is too large for a loader spec: the limits are {MAX_STRINGS - 1:,} strings and "
-            f"{MAX_BESIDES_STRINGS:,} bytes of other values"
+            f"the body is too large for a loader spec: expected at most {MAX_STRINGS - 1:,} strings and "
+            f"{MAX_BESIDES_STRINGS:,} bytes of other values, got at least {strings:,} strings and {len(rest):,} bytes"
         )
     if (escapes := body.count(b"\\")) > MAX_ESCAPES:
         raise InvalidSpec(f"the body has {escapes:,} backslashes, and the limit is {MAX_ESCAPES:,}: do not escape text")

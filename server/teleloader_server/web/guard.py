@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
             raise HttpProblem(
                 431,
                 "HeadTooLarge",
-                f"more than {limit:,} header fields: send fewer, or increase max_headers in [limits]",
+                f"the request has more than {limit:,} header fields: send fewer, or increase max_headers in [limits]",
             )
         self._manager.charge(self, FIELD_BYTES)
         self._headers.append((name.lower(), value))
@@ -246,7 +246,12 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserInvalidURLError:
             is_path = False
         if not is_path:
-            raise HttpProblem(400, "BadRequest", "invalid HTTP/1.1 request: the request target must be a path")
+            raise HttpProblem(
+                400,
+                "BadRequest",
+                f"invalid request target {self._url[:200].decode('latin-1')!r}: expected an ASCII path such as "
+                "/v1/datasets; percent-encode other characters",
+            )
 
     def _canonicalize(self) -> None:
         """Replace header fields that uvicorn would interpret differently from this class."""

@@ -109,7 +109,7 @@ class ConnectionManager:
             return f"the server has reached the limit of {most} (max_connections): retry later"
         if self._by_address[address] > limits.max_connections_per_address and not self._evict(connection, address):
             most = counted(limits.max_connections_per_address, "connection")
-            return f"{address} has reached the limit of {most} (max_connections_per_address): close some"
+            return f"{address} has reached the limit of {most} (max_connections_per_address): close unused connections"
         return None
 
     def leave(self, connection: ManagedConnection) -> None:
@@ -167,7 +167,7 @@ class ConnectionManager:
             if self._is_authenticated(found):
                 self._stop_counting(found)
                 continue
-            self.count("unauthenticated connection closed to make room")
+            self.count("limit on unauthenticated connections")
             self.leave(found)  # now, because the event loop calls connection_lost later
             found.abort()
             return True

@@ -79,7 +79,8 @@ def check_head(version: str, url: bytes, headers: Sequence[tuple[bytes, bytes]],
         raise HttpProblem(
             400,
             "BadRequest",
-            f"this URL does not accept WebSocket connections: open one at /v1/loaders/KEY{STREAM_PATH}",
+            f"{url[:200].decode('latin-1')!r} does not accept WebSocket connections: connect to "
+            f"/v1/loaders/KEY{STREAM_PATH}",
         )
     return head
 
@@ -125,7 +126,8 @@ def check_pipelined(waiting: int, limits: ClientLimits) -> None:
         raise HttpProblem(
             400,
             "BadRequest",
-            f"{waiting} requests of this connection are pending, the maximum (max_pipelined): read responses first",
+            f"the connection has {waiting} pending requests, the maximum (max_pipelined): read their responses before "
+            "sending more requests",
         )
 
 
@@ -251,7 +253,9 @@ class RequestProgress:
             )
         if is_request_line:
             return HttpProblem(414, "UriTooLong", f"the request line exceeds {limit}: send fewer query parameters")
-        return HttpProblem(431, "HeadTooLarge", f"the headers exceed {limit}: send fewer, or increase it in [limits]")
+        return HttpProblem(
+            431, "HeadTooLarge", f"the headers exceed {limit}: send fewer headers, or increase the limit in [limits]"
+        )
 
     def problem(self, now: float) -> HttpProblem | None:
         """Return the error (status 408) if the request exceeds a timeout, else None."""

@@ -115,8 +115,8 @@ def _add_stats(router: APIRouter) -> None:
         most = MAX_WATCHERS // 2 if request.app.state.authenticator.has_tokens else MAX_WATCHERS
         if len(watchers) >= MAX_WATCHERS or list(watchers.values()).count(name) >= most:
             raise ServerUnavailable(
-                f"too many event streams of /stats: {len(watchers)} are open, and the limit is {MAX_WATCHERS}, {most} "
-                "per token. Poll /stats"
+                f"too many event streams of /stats: {len(watchers)} are open, and the limit is {MAX_WATCHERS} in total "
+                f"and {most} per token. Close other event streams, or poll /stats"
             )
         return StatsStream(request, limit, offset, interval)
 

@@ -46,7 +46,8 @@ def parse_range(message: bytes, limits: ClientLimits, consumer: str, loader: str
     """
     if len(message) > MAX_RANGE_BYTES:
         raise InvalidSpec(
-            f"invalid request of {len(message):,} bytes: expected a msgpack array of epoch, start and stop"
+            f"request too long ({len(message):,} bytes, limit: {MAX_RANGE_BYTES}): expected a msgpack array of epoch, "
+            "start and stop"
         )
     try:
         epoch, start, stop = numbers = msgpack.unpackb(message)

@@ -208,7 +208,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._fragments += 1
         if self._fragments == MAX_FRAGMENTS:
             self._manager.count("WebSocket message in too many fragments")
-            self.conn.fail(_MESSAGE_TOO_BIG, f"more than {MAX_FRAGMENTS} fragments")
+            self.conn.fail(_MESSAGE_TOO_BIG, f"the message has more than {MAX_FRAGMENTS} fragments: send larger ones")
             self.handle_parser_exception()
             return
         if self.curr_msg_data_type == "text":

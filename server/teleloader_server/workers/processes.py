@@ -198,7 +198,7 @@ class ProcessPool:
             if process.pid is not None:
                 with suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
-            self._remove_worker(process, WorkerExit(f"{process} exited with the fork server"))
+            self._remove_worker(process, WorkerExit(f"{process} exited because the fork server exited"))
 
     # -- the workers
 

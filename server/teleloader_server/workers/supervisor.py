@@ -159,7 +159,8 @@ class Supervisor:
                 if infos == self._infos:
                     break
                 await self._reap()
-                reason = f"the datasets changed after the server started: restart the server to host {infos}"
+                found = ", ".join(f"{info.name!r} (length {info.length})" for info in infos)
+                reason = f"the datasets changed after the server started: restart the server to host {found}"
             except (ConfigError, OSError) as error:
                 reason = f"cannot rebuild the datasets: {error}"
             logger.error("%s", reason)

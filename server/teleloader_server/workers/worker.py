@@ -274,7 +274,11 @@ class Worker:
     def _end_if_forked(self) -> None:
         """Exit if this process is a fork that user code created and did not end: it would use the worker's channel."""
         if os.getpid() != self._pid:
-            print(f"the dataset forked process {os.getpid()}, which returned: end it with os._exit()", file=sys.stderr)
+            print(
+                f"the dataset forked process {os.getpid()}, which returned to the code of the worker: end forked "
+                "processes with os._exit()",
+                file=sys.stderr,
+            )
             sys.stderr.flush()
             os._exit(1)
 
