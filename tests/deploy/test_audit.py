@@ -20,7 +20,7 @@ UNKNOWN = {"name": "numpy", "skip_reason": "Dependency not found on PyPI and cou
         ([GOOD], 0, "1 packages were looked up"),
         ([GOOD, BAD], 1, "h11 0.14.0 (PYSEC-1, fixed in 0.16.0)"),
         ([BAD, UNKNOWN], 1, "known vulnerabilities"),
-        ([GOOD, UNKNOWN], 75, "NOT AUDITED, the advisories were not to be had: numpy"),
+        ([GOOD, UNKNOWN], 75, "NOT AUDITED, advisories unavailable for: numpy"),
         ([], 75, "NOT AUDITED"),
     ],
 )
