@@ -171,18 +171,11 @@ class Passes:
 
     def _new(self, hosted: HostedDataset, task: Task) -> Pass:
         spec, run = task.spec, task.batch_id[:2]
-        saved = []
-        if spec.shard_states is not None and spec.resumed_epoch == task.batch_id.epoch:
-            text = spec.shard_states[task.batch_id.batch % spec.shards]
-            saved += [] if text is None else [text]
         if self._initial is None and self._owns_datasets:
             self._initial = random_state()
         is_own_iterator = isinstance(hosted.dataset, Iterator)
         earlier = self._earlier(task, is_own_iterator=is_own_iterator)
         is_undelivered = earlier is not None and earlier.is_empty
-        state = None if earlier is None or (is_undelivered and not is_own_iterator) else earlier.state
-        if state is not None and _can_be_unpacked(state):
-            saved.append(state)
         began, self._began = self._began, None
         shard = Shard(
             hosted.dataset,
@@ -195,7 +188,7 @@ class Passes:
                 lambda saved: self._prepare(hosted, task, self._passes[run], saved), self._initial
             ),
             passed=lambda number, outcome: self._skip(hosted, task, self._passes[run], number, outcome),
-            saved=saved,
+            saved=_saved_states(task, earlier, is_own_iterator=is_own_iterator),
             max_state=MAX_STATES // spec.shards,
         )
         generators = user_state.unpack(began.generators) if began is not None and began[:2] == run else None
@@ -282,6 +275,16 @@ def _other_samples(task: Task) -> WorkerDied:
         "Define state_dict() and load_state_dict() (torchdata's Stateful), or derive the order from a seed and the "
         "epoch (set_epoch)"
     )
+
+
+def _saved_states(task: Task, earlier: Delivered | None, *, is_own_iterator: bool) -> list[str]:
+    """Return the states from which a shard may continue, in the order of their positions."""
+    spec, states = task.spec, []
+    if spec.shard_states is not None and spec.resumed_epoch == task.batch_id.epoch:
+        states.append(spec.shard_states[task.batch_id.batch % spec.shards])
+    if earlier is not None and (is_own_iterator or not earlier.is_empty):
+        states.append(earlier.state if earlier.state is not None and _can_be_unpacked(earlier.state) else None)
+    return [state for state in states if state is not None]
 
 
 def _can_be_unpacked(state: str) -> bool:
