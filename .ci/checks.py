@@ -120,7 +120,7 @@ def found_pythons() -> dict[str, str]:
 
 
 def gate() -> Iterator[Step]:
-    """What must hold before a change lands, in about 20 minutes on two cores."""
+    """What must hold before a change lands, in 25 to 30 minutes on two cores."""
     yield from common()
     tools = {"PATH": f"{os.environ['PATH']}:{ROOT / '.venv-tools/bin'}"}  # for the tests of deployment
     yield Step("tests", "make test", after=("environment",), environment=tools,
