@@ -344,7 +344,8 @@ def test_a_number_that_is_no_batch_is_refused(spec: LoaderSpec, length: int, bey
 def test_a_length_or_epoch_out_of_range_is_refused(length: int, epoch: int) -> None:
     """The error names the field, its range and the value."""
     name, value = ("length", length) if epoch == 0 else ("epoch", epoch)
-    with pytest.raises(InvalidSpec, match=rf"{name} must be in \[0, .*[])], got {value}"):
+    end = r"\]" if name == "length" else r"\)"
+    with pytest.raises(InvalidSpec, match=rf"{name} must be in \[0, .*{end}, got {value}"):
         Plan(LoaderSpec(dataset="d"), length, epoch)
 
 

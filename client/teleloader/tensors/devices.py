@@ -321,7 +321,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def current_accelerator() -> Any:
-    """Return the torch.device (without an index) of the accelerator that torch would use, or None if there is none."""
+    """Return the torch.device (without an index) of the accelerator that torch would use, or None without one."""
     import torch
 
     if not hasattr(torch, "accelerator"):  # before torch 2.6
@@ -330,7 +330,7 @@ def current_accelerator() -> Any:
 
 
 def _module(device: Any) -> Any:
-    """Return torch's module for a type of device, such as ``torch.cuda``, or None if there is none."""
+    """Return torch's module for a type of device, such as ``torch.cuda``, or None if torch lacks one."""
     import torch
 
     module = getattr(torch, device.type, None)

@@ -230,7 +230,7 @@ class Authenticator:
         return found
 
     def _expiry_after(self, now: float) -> float:
-        """Return the time (seconds since 1970) of the first token expiry after `now`; infinity if there is none."""
+        """Return the time (seconds since 1970) of the first token expiry after `now`; infinity if no token expires."""
         return min((entry.expires for entry in self.tokens.entries if entry.expires > now), default=math.inf)
 
     def _all(self) -> Tokens:

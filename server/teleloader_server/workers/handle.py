@@ -102,7 +102,7 @@ class WorkerHandle:
         self._status_file = file
 
     def current_task(self) -> Task | None:
-        """Return the open task that the worker is computing, or None if there is none.
+        """Return the open task that the worker is computing, or None if the worker is idle.
 
         This need not be the first open task, because the worker reports results in groups.
         """
