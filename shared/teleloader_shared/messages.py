@@ -28,6 +28,9 @@ READY_BYTES: Final = 2**21
 STATS_PATH: Final = "/stats"
 DATASETS_PATH: Final = "/v1/datasets"
 LOADERS_PATH: Final = "/v1/loaders"
+SERVERS_PATH: Final = "/v1/servers"
+DRAIN_PATH: Final = "/v1/drain"
+WORKERS_PATH: Final = "/v1/workers"
 HEALTH_PATH: Final = "/healthz"
 STREAM_PATH: Final = "/stream"
 """Suffix appended to `loader_path` in the URL of a loader's WebSocket."""
@@ -107,6 +110,10 @@ class DatasetInfo:
     """Granularity at which random number generators are reseeded."""
     cpus: int
     """Number of CPUs that the server may use."""
+    ports: list[int] | None = None
+    """Ports of all servers that the server's supervisor runs on this machine; None for a single server."""
+    environment: str | None = None
+    """Versions of the server's libraries that determine the bits of batches; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +133,8 @@ class Registration:
     max_batch_bytes: int
     """Maximum size of the frames that the server sends, in bytes."""
     protocol: int = PROTOCOL_VERSION
+    batch_rate: float | None = None
+    """Batches/s that all workers together could compute for this loader when a client first registered for the epoch;
+    None if unknown. Clients that share an epoch divide its batches among servers by these rates."""
+    environment: str | None = None
+    """Versions of the libraries that determine the bits of batches; None if unknown."""

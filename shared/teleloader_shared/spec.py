@@ -155,13 +155,17 @@ class LoaderSpec:
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the spec as a JSON object with all fields."""
-        return dataclasses.asdict(self)
+        """Return the spec as a JSON object without the fields that have default values.
+
+        A server of an earlier release, which does not know a field, can therefore serve specs that do not use it.
+        """
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def canonical(self) -> bytes:
-        """Return the canonical JSON encoding: sorted names, no whitespace, without `delivered`."""
+        """Return the canonical JSON encoding: sorted names, no whitespace, without default values and `delivered`."""
         fields = self.to_json()
-        del fields["delivered"]
+        fields.pop("delivered", None)
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
     @property

@@ -101,6 +101,29 @@ class ServerStats:
     """Recent rate of sent bytes."""
     draining: bool
     """True if the server is stopping and accepts no new loaders."""
+    load: float | None = None
+    """Recent mean number of workers that compute or are blocked (by a disk, for example).
+
+    Does not include workers that are ready to run and have no CPU, because other processes use it or a quota throttles
+    them. None if the server is of an older version, as for the fields below.
+    """
+    demand: float | None = None
+    """Number of workers that the training loops would keep busy if they never waited for data.
+
+    The demands of several servers can be added. They do not depend on the load of the servers' CPUs.
+    """
+    demand_unmeasured: float | None = None
+    """Part of `demand` of training loops whose step time is unknown; they count with the workers that they keep busy.
+
+    The step time is unknown for the first 10 s, for steps below 1 ms, and if the client does not report it.
+    """
+    saturated: bool | None = None
+    """True if the CPUs that the server may use are full, or its workers wait for a CPU.
+
+    More workers or servers on the same machine would not compute more batches.
+    """
+    ports: list[int] | None = None
+    """Ports of all servers that run under the same supervisor (``--servers``), or None."""
 
 
 @dataclass(frozen=True, slots=True)
