@@ -67,6 +67,23 @@ class Limits:
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 <= timeout < math.inf:
             raise ConfigError(f"batch_timeout must be a number of seconds, at least 0, got {timeout!r}")
 
+    def divided(self, count: int) -> list[Limits]:
+        """Divide the workers and the memory budget among several servers; the first servers have the odd workers.
+
+        Raises:
+            ConfigError: If there are fewer workers than servers, or too little memory.
+        """
+        if self.num_workers < count:
+            raise ConfigError(
+                f"cannot divide {self.num_workers} workers among {count} servers: each server needs at least one. "
+                f"Start with --num-workers {count} or more, or with fewer --servers"
+            )
+        least, odd = divmod(self.num_workers, count)
+        return [
+            dataclasses.replace(self, num_workers=least + (number < odd), memory_budget=self.memory_budget // count)
+            for number in range(count)
+        ]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ClientLimits:

@@ -14,12 +14,14 @@ Format = Literal["text", "json"]
 
 FIELDS: Final = ("loader", "epoch", "batch", "dataset", "worker", "pid")
 """Additional fields of a log line, passed as ``extra``."""
+_process: Final[dict[str, object]] = {}
+"""Additional fields of all log lines of this process."""
 
 
 def _about(record: logging.LogRecord) -> dict[str, object]:
-    """Return the `FIELDS` of a record, and the ID of the request that caused it."""
+    """Return the `FIELDS` of a record, the ID of the request that caused it, and the number of the server."""
     request = request_ids.current()
-    found: dict[str, object] = {} if request is None else {"request": request}
+    found: dict[str, object] = _process if request is None else _process | {"request": request}
     return found | {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
 
 
@@ -55,6 +57,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def set_server(number: int) -> None:
+    """Add the number of the server to all log lines of this process."""
+    _process["server"] = number
+
+
 def configure(level: str, style: Format) -> None:
     """Configure logging to stderr for all log records of this process, including uvicorn's records and Python warnings.
 
@@ -67,5 +74,6 @@ def configure(level: str, style: Format) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
     if level != "debug":
-        # the server logs its start and its shutdown itself
-        logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+        # the server logs its start, its shutdown and its announcements itself
+        for name in ("uvicorn", "httpx"):
+            logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))

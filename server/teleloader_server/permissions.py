@@ -6,6 +6,7 @@
     read         batches of all datasets
     read:NAME    batches of one dataset
     stats        /stats, /metrics and the dashboard
+    announce     listing a server in the registry
     admin        all of these, and loading in the server process itself, which blocks other clients
 """
 
@@ -18,8 +19,9 @@ from teleloader_shared.errors import Forbidden
 
 READ: Final = "read"
 STATS: Final = "stats"
+ANNOUNCE: Final = "announce"
 ADMIN: Final = "admin"
-ALL_SCOPES: Final = frozenset({READ, STATS, ADMIN})
+ALL_SCOPES: Final = frozenset({READ, STATS, ANNOUNCE, ADMIN})
 
 ANY: Final = "any"
 """Requirement of an endpoint: any valid token."""

@@ -58,7 +58,7 @@ def table(tmp_path: Path) -> TokenTable:
 
 @pytest.mark.parametrize(
     "path",
-    ["", "/epochs/0/batches/3", "/epochs/0/batches?start=0&stop=3&ready=true", "/epochs/0/batches?start=0&stop=3"],
+    ["", "/epochs/0/batches/3", "/epochs/0/batches?ranges=0:3&ready=true", "/epochs/0/batches?ranges=0:3"],
     ids=["registration", "one batch", "ready batches", "streamed batches"],
 )
 def test_a_request_that_waits_is_authorized_for_the_loader_that_it_finds(
@@ -141,7 +141,7 @@ def revoke(server: ServerProcess, table: TokenTable) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/epochs/0/batches/3", "/epochs/0/batches?start=0&stop=3&ready=true"], ids=["one batch", "ready batches"]
+    "path", ["/epochs/0/batches/3", "/epochs/0/batches?ranges=0:3&ready=true"], ids=["one batch", "ready batches"]
 )
 def test_a_request_that_waits_for_a_batch_ends_when_its_token_is_revoked(
     blocked: ServerProcess, table: TokenTable, path: str
@@ -156,7 +156,7 @@ def test_a_request_that_waits_for_a_batch_ends_when_its_token_is_revoked(
         assert waiting.receive().problem["code"] == "Unauthorized"
 
 
-@pytest.mark.parametrize("path", ["/stats/stream?interval=60", "/v1/loaders/{key}/epochs/0/batches?start=0&stop=3"])
+@pytest.mark.parametrize("path", ["/stats/stream?interval=60", "/v1/loaders/{key}/epochs/0/batches?ranges=0:3"])
 def test_a_stream_ends_when_its_token_is_revoked(blocked: ServerProcess, table: TokenTable, path: str) -> None:
     """The server closes the stream immediately, long before its next part is due."""
     token = table.secrets["first"]
@@ -189,7 +189,7 @@ def test_a_token_that_is_revoked_while_the_body_arrives_gets_nothing(blocked: Se
         spec = {"dataset": "numbers", "order": "client", "session": "s", "batch_size": 2}
         key = client.post("/v1/loaders", json=spec).json()["key"]
         body = codec.to_bytes(BatchId(key, 0, 0), np.array([1, 2]))
-        head = f"POST /v1/loaders/{key}/epochs/0/batches?start=0 HTTP/1.1\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST /v1/loaders/{key}/epochs/0/batches HTTP/1.1\r\nContent-Length: {len(body)}\r\n"
         late.send(head.encode() + HOST + bearer(token) + b"\r\n" + body[:10])
         revoke(blocked, table)
         late.send(body[10:])
@@ -267,6 +267,12 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("GET", "/v1/loaders/{key}/epochs/{epoch}/batches"): (GuardedRoute, "read"),
     ("POST", "/v1/loaders/{key}/epochs/{epoch}/batches"): (GuardedRoute, "read"),
     ("WEBSOCKET", "/v1/loaders/{key}/stream"): (APIWebSocketRoute, "read"),
+    ("GET", "/v1/servers"): (GuardedRoute, "read"),
+    ("POST", "/v1/servers"): (GuardedRoute, "announce"),
+    ("DELETE", "/v1/servers/{instance}"): (GuardedRoute, "announce"),
+    ("GET", "/v1/drain"): (GuardedRoute, "admin"),
+    ("POST", "/v1/drain"): (GuardedRoute, "admin"),
+    ("PUT", "/v1/workers"): (GuardedRoute, "admin"),
     ("GET", "/stats"): (GuardedRoute, "stats"),
     ("GET", "/stats/stream"): (GuardedRoute, "stats"),
     ("GET", "/metrics"): (GuardedRoute, "stats"),
@@ -374,7 +380,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Toke
 
 def status_of(url: str, token: str | None, method: str, path: str, key: str) -> int:
     """Return the status of a request for a dataset `many`, or for a loader of it."""
-    filled = path.format(name="many", key=key, epoch=0, k=0) + ("?start=0&stop=1" if path.endswith("batches") else "")
+    filled = path.format(name="many", key=key, epoch=0, k=0, instance="i")
+    filled += "?ranges=0:1" if path.endswith("batches") else ""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     if method == "WEBSOCKET":
         return websocket_status(url, key, headers)
@@ -406,10 +413,10 @@ def test_each_route_refuses(served: tuple[str, TokenTable, dict[str, str]], meth
     url, table, keys = served
     need = ROUTES[method, path][1]
     assert status_of(url, None, method, path, keys["loader"]) == 401
-    if need == "any" or path == "/v1/datasets":
+    if need == "any" or (method, path) in (("GET", "/v1/datasets"), ("GET", "/v1/servers")):
         return  # `read:numbers` suffices, for a list without `many`
     assert status_of(url, table.secrets["attacker"], method, path, keys["loader"]) == 403
-    if need == "stats":
+    if need in ("stats", "announce", "admin"):
         assert status_of(url, table.secrets["reader"], method, path, keys["loader"]) == 403
     if "{key}" in path:
         assert status_of(url, table.secrets["attacker"], method, path, keys["session"]) == 403

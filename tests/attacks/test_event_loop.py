@@ -284,7 +284,7 @@ def test_index_lists_do_not_hold_the_event_loop(server: Measured, name: str, dat
         body = LISTS[name](key)
 
         def attempt() -> None:
-            path = f"{server.url}/v1/loaders/{key}/epochs/0/batches?start=0"
+            path = f"{server.url}/v1/loaders/{key}/epochs/0/batches"
             answer = httpx.post(path, content=body, timeout=60, trust_env=False)
             assert answer.status_code in (200, 422), answer.text
 

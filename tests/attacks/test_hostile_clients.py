@@ -199,10 +199,13 @@ def test_bodies_other_than_specs_are_rejected(client: httpx.Client, body: bytes)
     "path",
     ["{k}/epochs/0/batches/9223372036854775808", "{k}/epochs/9223372036854775808/batches/0", "{k}/epochs/0/batches/1e3",
      "{k}/epochs/0/batches/" + "9" * 5000, "{k}/epochs/-1/batches/0", "{k}/epochs/0/batches/0?ahead=1000000000",
-     "{k}/epochs/0/batches?start=0&stop=1000000000000", "{k}/epochs/0/batches?start=0&stop=-1",
-     "{k}/epochs/0/batches?start=0&stop=25&ahead=-1", "{k}/epochs/0/batches?start=NaN&stop=1",
-     "{k}/epochs/0/batches?start=0&start=1", "..%2F..%2Fetc/epochs/0/batches/0", "x" * 60_000, "%00", "%ff%fe",
-     "%0d%0aX-Forged:%201", "{k}/epochs/0/batches?start=0&stop=1&ready=perhaps"],
+     "{k}/epochs/0/batches?ranges=0:1000000000000", "{k}/epochs/0/batches?ranges=0:-1",
+     "{k}/epochs/0/batches?ranges=0:25&ahead=-1", "{k}/epochs/0/batches?ranges=NaN:1",
+     "{k}/epochs/0/batches?ranges=0", "{k}/epochs/0/batches?ranges=1:2,0:1",
+     "{k}/epochs/0/batches?ranges=0:1,4611686018427387903:4611686018427387904",
+     "{k}/epochs/0/batches?ranges=" + ",".join(f"{k}:{k + 1}" for k in range(0, 258, 2)),
+     "..%2F..%2Fetc/epochs/0/batches/0", "x" * 60_000, "%00", "%ff%fe",
+     "%0d%0aX-Forged:%201", "{k}/epochs/0/batches?ranges=0:1&ready=perhaps"],
     ids=lambda path: path[-24:],
 )  # fmt: skip
 def test_invalid_batch_ids_are_rejected(client: httpx.Client, path: str) -> None:
@@ -263,7 +266,7 @@ def hostile_lists(key: str) -> dict[str, bytes]:
 def test_invalid_index_lists_are_rejected(client: httpx.Client, own_order: str, name: str) -> None:
     """Invalid index lists are rejected with a 4xx status, or result in a failure of their batch."""
     body = hostile_lists(own_order)[name]
-    response = client.post(f"/v1/loaders/{own_order}/epochs/0/batches?start=0", content=body)
+    response = client.post(f"/v1/loaders/{own_order}/epochs/0/batches", content=body)
     if response.status_code == 200:
         frame = codec.read(codec.Bits(np.frombuffer(response.content, np.uint8)))
         assert isinstance(frame.content, codec.Failure), name
@@ -274,7 +277,7 @@ def test_invalid_index_lists_are_rejected(client: httpx.Client, own_order: str, 
 
 def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, own_order: str) -> None:
     """Long lists are rejected with 413: before the body if it declares its size, else at the first large frame."""
-    path = f"POST /v1/loaders/{own_order}/epochs/0/batches?start=0 HTTP/1.1\r\n".encode() + HOST
+    path = f"POST /v1/loaders/{own_order}/epochs/0/batches HTTP/1.1\r\n".encode() + HOST
     with Raw(server.url) as stated, Raw(server.url) as chunked:
         stated.send(path + b"Content-Length: 800000000\r\n\r\n")
         assert stated.receive().status == 413
@@ -290,7 +293,7 @@ def test_a_list_of_a_hundred_million_indices_is_not_read(server: ServerProcess, 
 
 def test_the_memory_of_all_bodies_is_limited(server: ServerProcess, own_order: str) -> None:
     """The memory of all request bodies is limited, even if clients never complete them."""
-    path = f"POST /v1/loaders/{own_order}/epochs/0/batches?start=0 HTTP/1.1\r\n".encode() + HOST
+    path = f"POST /v1/loaders/{own_order}/epochs/0/batches HTTP/1.1\r\n".encode() + HOST
     lists = index_lists(own_order, 7, 2**20)
     with contextlib.ExitStack() as stack:
         senders = [stack.enter_context(Raw(server.url)) for _ in range(6)]

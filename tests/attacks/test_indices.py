@@ -65,7 +65,7 @@ def outcome(url: str, dataset: str, indices: Any, **spec: Any) -> Any:
         fields = {"dataset": dataset, "order": "client", "session": "s", "batch_size": 8, **spec}
         key = client.post("/v1/loaders", json=fields).raise_for_status().json()["key"]
         body = codec.to_bytes(BatchId(key, 0, 0), indices)
-        answer = client.post(f"/v1/loaders/{key}/epochs/0/batches?start=0", content=body)
+        answer = client.post(f"/v1/loaders/{key}/epochs/0/batches", content=body)
         client.delete(f"/v1/loaders/{key}")
     if answer.status_code != 200:
         return answer.json()["code"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Collection, Iterable, Sized
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ import pytest
 from teleloader_server.dispatch import store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import Batch, Consumer, Epoch, Loader, PendingRange, RangeRequest, ReadyFrame
+from teleloader_server.dispatch.records import Batch, Consumer, Epoch, Loader, PendingRequest, RangeRequest, ReadyFrame
 from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.health import Attribution, WorkerExit, WorkerHealth
 from teleloader_shared.codec import BatchId
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
 TRAIN: Epoch = ("train", 0)
@@ -87,11 +88,15 @@ class Service:
         return self.loaders.setdefault(key, Loader(key, SPEC, 0, BATCHES))
 
     def request(
-        self, who: str, run: Epoch, start: int, stop: int, ahead: int = 0, *, of: str = "anyone", batches: int = BATCHES
-    ) -> PendingRange:
-        """Add a request of a principal's client for the batches [start, stop)."""
+        self, who: str, run: Epoch, start: int, stop: int, ahead: int = 0, *, of: str = "anyone",
+        batches: int = BATCHES, without: Collection[int] = (),
+    ) -> PendingRequest:  # fmt: skip
+        """Add a request of a principal's client for the batches [start, stop) that are not in `without`."""
         key, epoch = run
-        request = RangeRequest(consumer=who, key=key, epoch=epoch, start=start, stop=stop, prefetch=ahead)
+        requested = BatchRanges(range(start, stop))
+        if without:
+            requested = BatchRanges.of(k for k in requested if k not in without)
+        request = RangeRequest(consumer=who, key=key, epoch=epoch, batches=requested, prefetch=ahead)
         loader = self.loader(key)
         loader.batches = batches
         return self.dispatcher.add_request(self.quota(of), request, loader, self.now)
@@ -142,7 +147,7 @@ class Service:
                 done += 1
         return done
 
-    def send_ready(self, request: PendingRange, limit: int = BATCHES) -> list[int]:
+    def send_ready(self, request: PendingRequest, limit: int = BATCHES) -> list[int]:
         """Send the ready batches of a request in order, and return their numbers."""
         sent: list[int] = []
         while (
@@ -231,7 +236,7 @@ def names(addresses: Iterable[BatchId]) -> list[str]:
     return [f"{batch_id.loader} {batch_id.batch}" for batch_id in addresses]
 
 
-def complete(service: Service, request: PendingRange, nbytes: int = 1) -> list[int]:
+def complete(service: Service, request: PendingRequest, nbytes: int = 1) -> list[int]:
     """Compute and send all batches of a request, close it, and return the numbers of the started batches."""
     before = service.started.copy()
     while request.next < request.stop:

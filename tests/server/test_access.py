@@ -154,6 +154,10 @@ def test_all_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"stats"}, "stats", None, True),
         ({"stats"}, "any", None, True),
         ({"read", "stats"}, "admin", None, False),
+        ({"read", "stats"}, "announce", None, False),
+        ({"announce"}, "announce", None, True),
+        ({"announce"}, "read", "train", False),
+        ({"admin"}, "announce", None, True),
         ({"admin"}, "admin", None, True),
         ({"admin"}, "read", "train", True),
         ({"admin"}, "stats", None, True),
@@ -246,9 +250,11 @@ def test_every_endpoint_declares_its_authorization(app: FastAPI) -> None:
     assert needs.pop("open") == {"/session"}
     assert needs.pop("any") == {"/openapi.json", "/docs"}
     assert needs.pop("stats") == {"/stats", "/stats/stream", "/metrics"}
+    assert needs.pop("announce") == {"/v1/servers", "/v1/servers/{instance}"}
+    assert needs.pop("admin") == {"/v1/drain", "/v1/workers"}
     assert set(needs) == {"read"}
     assert all(path.startswith("/v1/") for path in needs["read"])
-    assert len(needs["read"]) == 7
+    assert len(needs["read"]) == 8
 
 
 def test_an_endpoint_that_declares_nothing_is_not_served() -> None:

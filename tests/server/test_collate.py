@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -395,6 +395,7 @@ def several_kinds() -> Samples:
 
 @settings(fixed, max_examples=examples(500))
 @given(first=several_kinds(), second=several_kinds())
+@example(first=np.array(65520, np.int32), second=np.float16(0))
 def test_a_column_of_two_kinds_is_what_torch_makes_of_it(torch_collate: Collate, first: Any, second: Any) -> None:
     """Dtype and numbers are torch's, or the error has torch's type."""
     with warnings.catch_warnings():

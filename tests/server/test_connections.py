@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import msgpack
@@ -21,14 +22,16 @@ import pytest
 import uvloop
 
 from teleloader_server import serve
+from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.config import ConfigError
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import ClientLimits, Limits
 from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import ANYONE
-from teleloader_server.web.app import Server, bind, url_of
+from teleloader_server.web.app import Server, bind, create_app, url_of
 from teleloader_server.web.guard import Connection
-from teleloader_server.web.guard_manager import ManagedConnection, connections_for
+from teleloader_server.web.guard_manager import ConnectionManager, ManagedConnection, connections_for
+from teleloader_server.web.lifecycle import Lifecycle
 from teleloader_server.web.websocket import PIECE_BYTES, WebSocketConnection
 from teleloader_server.workers.factory import ObjectPools
 from tests.conftest import eventually
@@ -244,9 +247,7 @@ def test_a_body_at_min_body_rate_is_accepted(start: Start) -> None:
 def test_the_rest_of_a_body_is_discarded_after_an_early_response(url: str) -> None:
     """A request that is rejected before its body was read does not close the connection."""
     with Raw(url) as client:
-        client.send(
-            b"POST /v1/loaders/x/epochs/0/batches?start=0 HTTP/1.1\r\n" + HOST + b"Content-Length: 900000\r\n\r\n"
-        )
+        client.send(b"POST /v1/loaders/x/epochs/0/batches HTTP/1.1\r\n" + HOST + b"Content-Length: 900000\r\n\r\n")
         assert client.receive().problem["code"] == "UnknownLoader"
         client.send(b"x" * 900_000)
         assert client.get("/healthz").status == 200
@@ -256,7 +257,7 @@ def test_a_connection_is_closed_if_100_continue_was_not_sent(start: Start) -> No
     """The client may omit the body, so the server could not find the start of the next request."""
     with Raw(start(body_timeout=30).url) as client:
         head = HOST + b"Expect: 100-continue\r\nContent-Length: 900000\r\n\r\n"
-        client.send(b"POST /v1/loaders/x/epochs/0/batches?start=0 HTTP/1.1\r\n" + head)
+        client.send(b"POST /v1/loaders/x/epochs/0/batches HTTP/1.1\r\n" + head)
         assert client.receive().problem["code"] == "UnknownLoader"
         assert client.receive_all() == b""
 
@@ -295,7 +296,7 @@ def test_a_client_that_does_not_read_is_disconnected(start: Start) -> None:
         assert len(client.receive_all()) < MEGABYTES * 2**20
 
 
-@pytest.mark.parametrize("query", ["/0", "?start=0&stop=2"], ids=["one batch", "a stream"])
+@pytest.mark.parametrize("query", ["/0", "?ranges=0:2"], ids=["one batch", "a stream"])
 def test_a_client_that_reads_slowly_is_not_disconnected(start: Start, query: str) -> None:
     """Reading one byte within `send_timeout`, also from the kernel's buffer, is sufficient."""
     running = start(send_timeout=0.8)
@@ -348,7 +349,7 @@ def test_all_requests_of_a_broken_connection_end(start: Start, caplog: pytest.Lo
     running = start()
     path = running.register()
     with Raw(running.url, buffer=4096) as client:
-        client.send_get(f"{path}?start=0&stop=200")
+        client.send_get(f"{path}?ranges=0:200")
         client.send_get("/healthz")
         eventually(lambda: running.service.quotas.sending > 0)
     stats = f"{running.url}/stats"
@@ -741,7 +742,7 @@ def test_http_1_0_is_supported(start: Start) -> None:
         client.send(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert (client.receive().status, client.receive_all()) == (200, b"")
     with Raw(running.url) as client:
-        client.send(f"GET {path}?start=0&stop=1 HTTP/1.0\r\n\r\n".encode())
+        client.send(f"GET {path}?ranges=0:1 HTTP/1.0\r\n\r\n".encode())
         assert (client.receive().status, client.receive_all()) == (426, b"")
 
 
@@ -784,6 +785,23 @@ def test_file_descriptors_are_reserved_for_workers(
     """The more connections are allowed, the more descriptors are reserved."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     assert connections_for(workers) == expected
+
+
+async def test_file_descriptors_are_reserved_for_further_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """File descriptors are also reserved for workers that start while the server runs."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    limits = Limits(num_workers=2)
+    service = LoaderService(ObjectPools(lambda: {"x": host([1], name="x")}, limits), limits)
+    resized = Mock()
+    monkeypatch.setattr(service, "resize", resized)
+    app, connections = create_app(service, Authenticator()), ConnectionManager(ClientLimits(), Authenticator())
+    app.state.lifecycle = Lifecycle(asyncio.Event(), connections)
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 4000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        for count, status, most in ((100, 200, 560), (1000, 409, 560), (1, 200, 896)):
+            assert (await client.put("/v1/workers", json={"num_workers": count})).status_code == status
+            assert connections.limits.max_connections == most
+    assert [call.args for call in resized.call_args_list] == [(100,), (1,)]
 
 
 def test_a_too_low_limit_of_open_files_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

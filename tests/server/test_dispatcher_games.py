@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from teleloader_server.dispatch import dispatcher, store
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
-from teleloader_server.dispatch.records import Epoch, PendingRange
+from teleloader_server.dispatch.records import Epoch, PendingRequest
 from teleloader_shared.codec import BatchId
 from tests.conftest import examples
 from tests.server.dispatching import Service, containers, release_all
@@ -40,9 +40,9 @@ class Game(RuleBasedStateMachine):
         self.budget = budget
         self.service = Service(budget, 0)
         self.workers = range(workers)
-        self.requests: list[PendingRange] = []
-        self.due: dict[int, int] = {}
-        """Expected number of the next sent batch, by the request's `id`."""
+        self.requests: list[PendingRequest] = []
+        self.due: dict[int, list[int]] = {}
+        """Unsent batches in the expected order, by the request's `id`."""
         self.sizes: dict[str, float] = {}
         self.estimates: dict[BatchId, int] = {}
         self.deaths: Counter[BatchId] = Counter()
@@ -61,13 +61,15 @@ class Game(RuleBasedStateMachine):
         start=st.integers(0, EPOCH - 1),
         length=st.integers(1, 6),
         ahead=st.integers(0, 6),
+        gaps=st.sets(st.integers(1, EPOCH - 1)),
     )
-    def request(self, who: str, run: Epoch, start: int, length: int, ahead: int) -> None:
-        """Add a request of a client for any batches."""
+    def request(self, who: str, run: Epoch, start: int, length: int, ahead: int, gaps: set[int]) -> None:
+        """Add a request of a client for any batches, in one range or several."""
+        gaps.discard(start)
         stop = min(EPOCH, start + length)
-        request = self.service.request(who, run, start, stop, ahead, batches=EPOCH)
+        request = self.service.request(who, run, start, stop, ahead, batches=EPOCH, without=gaps)
         self.requests.append(request)
-        self.due[id(request)] = start
+        self.due[id(request)] = [k for k in range(start, stop) if k not in gaps]
 
     @precondition(lambda self: self.requests)
     @rule(pick=pick, most=st.integers(1, 3))
@@ -75,13 +77,12 @@ class Game(RuleBasedStateMachine):
         """Send some ready batches of a request."""
         self.send_ready(self.requests[pick % len(self.requests)], most)
 
-    def send_ready(self, request: PendingRange, most: int = EPOCH) -> None:
+    def send_ready(self, request: PendingRequest, most: int = EPOCH) -> None:
         """Send ready batches, and assert that each batch is sent once and in order."""
         for k in self.service.send_ready(request, most):
-            assert k == self.due[id(request)]
-            self.due[id(request)] += 1
+            assert k == self.due[id(request)].pop(0)
         if request.next == request.stop:
-            assert self.due[id(request)] == request.stop
+            assert self.due[id(request)] == []
             self.drop(request)
 
     @precondition(lambda self: self.requests)
@@ -96,7 +97,7 @@ class Game(RuleBasedStateMachine):
         for request in [request for request in self.requests if request.consumer.name == who]:
             self.drop(request)
 
-    def drop(self, request: PendingRange) -> None:
+    def drop(self, request: PendingRequest) -> None:
         """Close a request and remove it from the model."""
         self.requests.remove(request)
         del self.due[id(request)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER, MAX_ATTEMPTS
-from teleloader_server.dispatch.records import Epoch, PendingRange
+from teleloader_server.dispatch.records import Epoch, PendingRequest
 from teleloader_shared.codec import BatchId
 from tests.conftest import examples
 from tests.server.dispatching import QUICK, TRAIN, Service, complete, numbers
@@ -219,7 +219,7 @@ class Game(RuleBasedStateMachine):
         self.shards = shards
         self.service = Service(budget, 0, shards)
         self.position = start
-        self.pending: PendingRange | None = None
+        self.pending: PendingRequest | None = None
         self.made: dict[int, int] = {}
         """Last batch assigned to each running worker."""
 

@@ -16,6 +16,7 @@ from teleloader_server.loading.tasks import Report, Task
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import WorkerState
 from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from tests.server.dispatching import Tasks
 
@@ -86,7 +87,7 @@ async def test_an_evicted_batch_is_recomputed_from_the_same_indices() -> None:
         engine.task_done(worker, task, np.zeros(BUDGET * 3 // 5, np.uint8), REPORT)
 
     lists = {k: f"list {k}".encode() for k in range(4)}
-    request = RangeRequest(consumer="a", key=loader.key, epoch=0, start=0, stop=4, indices=lists)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)), indices=lists)
     async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
         await begun()
         assert [(worker, task.batch_id.batch) for worker, task in pool.tasks] == [(0, 0), (1, 1), (0, 2), (1, 3)]
@@ -122,7 +123,7 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
     for seed in range(FORGOTTEN_TOGETHER + 1):
         spec = LoaderSpec(dataset="data", batch_size=1, seed=seed)
         loader = Loader(spec.key, spec, 100, 100)
-        request = RangeRequest(consumer="a", key=loader.key, epoch=0, start=0, stop=1)
+        request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 1)))
         async with engine.batches(loader, quota, request, lambda: None):
             pass
     engine.forget_idle()
@@ -139,7 +140,7 @@ async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> 
     await engine.start()
     spec = LoaderSpec(dataset="data", batch_size=1)
     loader = Loader(spec.key, spec, 100, 100)
-    request = RangeRequest(consumer="a", key=loader.key, epoch=0, start=0, stop=1)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 1)))
     async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
         await begun()
     await engine.close()

@@ -64,8 +64,30 @@ def test_batches_are_counted_where_they_belong() -> None:
     assert {stage: histogram.count for stage, histogram in dataset.stages.items()} == {
         "fetch": BLOCK + 5, "collate": BLOCK + 5, "encode": BLOCK + 5,
     }  # fmt: skip
-    seconds = pool.loaders[SPEC.key].batch_seconds(0.0)
+    seconds = pool.loaders[SPEC.key].batch_seconds(0.0).stages
     assert [round(seconds[stage], 6) for stage in ("fetch", "collate", "encode")] == [0.01, 0.002, 0.001]
+
+
+def test_work_is_the_time_without_that_for_which_workers_had_no_cpu() -> None:
+    """It is never negative, and 0 before the first batch."""
+    pool = Counters().pool()
+    pool.consumer(consumer("a"), "data")
+    assert pool.loaders[SPEC.key].batch_seconds(0.0).work == 0.0
+    pool.computed(0, task(0), NOTHING, report(0.297)._replace(cpu_wait=0.2))
+    pool.computed(1, task(1), NOTHING, report(0.097)._replace(cpu_wait=5.0))
+    assert pool.loaders[SPEC.key].batch_seconds(0.0).work == pytest.approx((0.1 + 0.0) / 2)
+    assert [pool.workers[number].cpu_wait for number in (0, 1)] == pytest.approx([0.2, 0.1])
+
+
+def test_a_step_is_the_time_per_batch_without_the_data_wait() -> None:
+    """It counts all batches of the training loop, which receives some of them from other servers."""
+    loop = LoopCounters(0.0)
+    for second in range(20):
+        loop.add_report(ConsumerReport(second, 0.75 * second, 1 + 5 * second, 0, 0), second)
+        loop.batches += 1
+        loop.mark(second)
+    assert loop.recent(19.0).step == pytest.approx(0.05)
+    assert loop.recent(19.0).batches == pytest.approx(1.0)
 
 
 def test_the_slowest_batches_are_kept() -> None:
@@ -252,7 +274,7 @@ def test_a_report_that_another_has_overtaken_says_nothing_new() -> None:
     loop = LoopCounters(0.0)
     assert all(loop.add_report(report_at(second, 0.5 * second), second) for second in range(4))
     assert not loop.add_report(report_at(2.9, 1.45), 3.0)
-    assert loop.recent(3.0) == Recent(3.0, 0.0, 0.0, 0.0, 0.0, 0.5)
+    assert loop.recent(3.0) == Recent(3.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.0)
 
 
 def test_a_client_that_counts_anew_begins_anew() -> None:
@@ -302,4 +324,4 @@ def test_of_a_client_that_says_nothing_the_server_knows_its_own_part() -> None:
     loop.sending.end(104.0)
     loop.batches += 8
     recent = loop.recent(104.0)
-    assert recent == Recent(4.0, 2.0, 0.0, 0.5, 0.25, None)
+    assert recent == Recent(4.0, 2.0, 0.0, 0.5, 0.25, None, 0.0)

@@ -195,6 +195,18 @@ def test_a_worker_with_a_slow_batch_is_preempted_for_a_waiting_client(same: bool
     assert len(hung) == 2
 
 
+def test_a_removed_worker_does_not_count() -> None:
+    """A removed worker does not count as free, so that the fair share of a waiting client preempts another worker."""
+    service = Service(workers=3)
+    service.warm_up(TRAIN, OTHER)
+    service.dispatcher.worker_removed(2)
+    service.request("hangs", TRAIN, 0, 100, of="hangs")
+    assert len(service.decide()) == 2
+    service.request("victim", OTHER, 0, 4, of="victim")
+    assert service.decide() == []
+    assert stolen(service) is not None
+
+
 def test_without_workers_nothing_is_preempted() -> None:
     """All workers may have died at the same time."""
     service = Service(workers=0)

@@ -51,3 +51,11 @@ async def test_a_fork_server_whose_process_cannot_be_watched_is_dropped(monkeypa
     with pytest.raises(EOFError):
         theirs.receive()
     theirs.hang_up()
+
+
+async def test_a_fork_server_that_exits_before_it_is_split_is_no_configuration_error() -> None:
+    """The exit of a shared fork server is a temporary error, because the supervisor restarts the fork server."""
+    ours, theirs = Channel.pair()
+    theirs.close()
+    with pytest.raises(OSError, match="the fork server of the datasets exited: the supervisor restarts it"):
+        await supervisor(lambda: ForkServer(ours)).start()

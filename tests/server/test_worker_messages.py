@@ -15,7 +15,7 @@ from teleloader_server.workers.messages import Done, Load, Message, Result, deco
 
 small = st.integers(0, 2**40)
 anything = st.none() | st.booleans() | small | st.text(max_size=5)
-reports = st.builds(Report, small, failed=st.booleans(), stages=st.lists(st.floats(0)))
+reports = st.builds(Report, small, failed=st.booleans(), stages=st.lists(st.floats(0)), cpu_wait=st.floats(0))
 results = st.builds(Result, small, st.binary(max_size=9) | small, small, reports, st.none() | st.lists(anything))
 STRATEGIES = {
     "int": small,

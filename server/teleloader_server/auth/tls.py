@@ -94,6 +94,37 @@ class TlsFiles:
         )
 
 
+class ClientTls:
+    """TLS contexts for connections to other servers of a fleet, which verify the other server.
+
+    Args:
+        ca: CA certificates that sign the servers' certificates; None for the CAs of the system.
+        own: Certificate to present to servers that require one; None for no certificate.
+    """
+
+    def __init__(self, ca: Path | None = None, own: TlsFiles | None = None) -> None:
+        self._ca = ca
+        self._own = own
+        self._made: tuple[list[int], ssl.SSLContext] | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Return the current context; it is replaced when a file changes.
+
+        Raises:
+            OSError: If a file is unreadable or invalid.
+        """
+        paths = [path for path in (self._ca, *(() if self._own is None else self._own.paths())) if path is not None]
+        changed_at = [path.stat().st_mtime_ns for path in paths]
+        if self._made is None or self._made[0] != changed_at:
+            context = ssl.create_default_context(cafile=self._ca)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            if self._own is not None:
+                own = self._own
+                context.load_cert_chain(own.certfile, own.keyfile, lambda: own.keyfile_password or "")
+            self._made = changed_at, context
+        return self._made[1]
+
+
 class Renewal:
     """Reloader of the TLS certificate, for renewal without a restart."""
 

@@ -28,10 +28,10 @@ TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TOKEN_NAME_RULE: Final = "1 to 64 letters, digits, '.', '_' and '-', starting with a letter or digit"  # noqa: S105
 
 
-SCOPE: Final = re.compile(r"read|stats|admin|read:[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SCOPE: Final = re.compile(r"read|stats|announce|admin|read:[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-SCOPE_RULE: Final = "read, read:DATASET, stats or admin"
+SCOPE_RULE: Final = "read, read:DATASET, stats, announce or admin"
 
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")

@@ -14,9 +14,14 @@ def main() -> None:
             from teleloader_server.cli.token_commands import token
 
             token(sys.argv[2:], prog_name="teleloader-server token")
+        if sys.argv[1:2] == ["ray"]:
+            from teleloader_server.ray.commands import commands
+
+            commands(sys.argv[2:], prog_name="teleloader-server ray")
         from teleloader_server.cli.commands import check, server
     except ModuleNotFoundError as error:
-        sys.exit(f"teleloader-server requires {error.name}, which is not installed: pip install 'teleloader[server]'")
+        extra = "ray" if sys.argv[1:2] == ["ray"] else "server"
+        sys.exit(f"teleloader-server requires {error.name}, which is not installed: pip install 'teleloader[{extra}]'")
     # not a click group: any other first argument is a dataset, which contains a colon
     if sys.argv[1:2] == ["check"]:
         check(sys.argv[2:], prog_name="teleloader-server check", auto_envvar_prefix="TELELOADER")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +19,14 @@ import uvloop
 
 from teleloader_server import logs
 from teleloader_server.auth.authenticator import Authenticator
-from teleloader_server.auth.origins import is_loopback, refuse_unprotected
 from teleloader_server.auth.tls import TlsFiles
 from teleloader_server.auth.token_file import TOKENS_VARIABLE, TokenFile
 from teleloader_server.cli import check as checking
-from teleloader_server.cli.banner import announce
+from teleloader_server.cli.banner import log_start, show_banner
+from teleloader_server.cli.fleet import advertised_url, announcer, fleet_of, fleet_options
+from teleloader_server.cli.listener import Listener, bind_consecutive
 from teleloader_server.cli.reload import Reloader
+from teleloader_server.cli.several import run_several
 from teleloader_server.config import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -35,6 +37,7 @@ from teleloader_server.config import (
     read_toml,
 )
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.fleet.supervisor import EXIT_FAILED, EXIT_USAGE
 from teleloader_server.limits import (
     DEFAULT_BATCH_TIMEOUT,
     DEFAULT_LIMITS,
@@ -43,17 +46,17 @@ from teleloader_server.limits import (
     default_memory_budget,
     default_num_workers,
 )
-from teleloader_server.web.app import Server, bind, url_of
+from teleloader_server.web.app import Server, url_of
 from teleloader_server.web.guard_manager import raise_file_limit
 from teleloader_server.workers.factory import ConfiguredPools
+from teleloader_server.workers.shared import SharedForkServer
+from teleloader_shared.directory import MAX_PER_MACHINE, DirectoryAddress
 from teleloader_shared.version import VERSION
 
 DEMO: Final = (
     DatasetConfig(name="digits-train", factory="teleloader_server.demo:digits_train", version="1"),
     DatasetConfig(name="digits-test", factory="teleloader_server.demo:digits_test", version="1"),
 )
-EXIT_FAILED: Final = 1
-EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 """Exit status that a shell reports after Ctrl-C."""
 
@@ -68,17 +71,6 @@ class ConfigFile(NamedTuple):
     path: Path
     limits: dict[str, Any]
     datasets: list[DatasetConfig]
-
-
-class Listener(NamedTuple):
-    """Listening socket settings: address, authentication and TLS."""
-
-    host: str
-    port: int
-    insecure: bool
-    """True if authentication is disabled explicitly."""
-    authenticator: Authenticator
-    tls: TlsFiles | None
 
 
 class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older versions are supported
@@ -124,7 +116,8 @@ def _from_file(context: click.Context, parameter: click.Parameter, path: Path | 
         return None
     with _usage_errors():
         defaults, limits, datasets = read_toml(path)
-    known = {option.name for option in server.params} - {"config", "demo", "datasets", "version", "limits"}
+    not_in_file = {"config", "demo", "datasets", "version", "limits", "exit_with_parent"}
+    known = {option.name for option in server.params} - not_in_file
     for name in defaults:
         if name not in known:
             raise click.UsageError(
@@ -198,6 +191,10 @@ def _listener(
     ssl_keyfile: Path | None,
     ssl_keyfile_password: str | None,
     ssl_ca_certs: Path | None,
+    announce: Sequence[DirectoryAddress],
+    announce_token_file: Path | None,
+    advertise_url: str | None,
+    fleet_ca: Path | None,
 ) -> Listener:
     tls = None
     if ssl_certfile is not None:
@@ -209,7 +206,9 @@ def _listener(
     sources = [] if tokens is None else [TokenFile.table(tokens)]
     if token_file is not None:
         sources.append(TokenFile.single(token_file))
-    return Listener(host, port, insecure, Authenticator(sources, host=host, allowed_hosts=allowed_host), tls)
+    authenticator = Authenticator(sources, host=host, allowed_hosts=allowed_host)
+    fleet = fleet_of(announce, announce_token_file, advertise_url, fleet_ca, tls)
+    return Listener(host, port, insecure, authenticator, tls, fleet)
 
 
 def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> list[DatasetConfig]:
@@ -238,6 +237,12 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 @click.option(
     "--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535),
     help="Port to listen on; 0 selects a free one.",
+)  # fmt: skip
+@click.option(
+    "--servers", default=1, show_default=True, type=click.IntRange(1, MAX_PER_MACHINE), metavar="N",
+    help="Number of servers to start on this machine, on N consecutive ports from --port. A client with the URL of one "
+    "of them uses all. --num-workers and --memory-budget are divided among the servers; each --limit applies "
+    "to each server.",
 )  # fmt: skip
 @click.option(
     "--num-workers", default=default_num_workers, show_default="number of CPUs", type=click.IntRange(0, 1024),
@@ -271,6 +276,7 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
     "--shutdown-grace", default=DEFAULT_SHUTDOWN_GRACE, show_default=True, type=click.FloatRange(0),
     help="Maximum time in seconds to complete pending requests after SIGTERM or Ctrl-C.",
 )  # fmt: skip
+@fleet_options
 @click.option(
     "--debug",
     is_flag=True,
@@ -295,6 +301,7 @@ def server(
     config: ConfigFile | None,
     host: str,
     port: int,
+    servers: int,
     limits: tuple[tuple[str, str], ...],
     shutdown_grace: float,
     reload: bool,
@@ -329,8 +336,17 @@ def server(
       from teleloader import DataLoader, RemoteDataset
       loader = DataLoader(RemoteDataset("http://cpu-box:8000", "train"), batch_size=256, shuffle=True)
 
+    A fleet of servers, which clients find in a registry or in a file:
+
+    \b
+      teleloader-server my_package.data:train --port 8000
+      teleloader-server my_package.data:train --port 8001 --announce registry+http://127.0.0.1:8000
+
+    A fleet on a Ray cluster: see teleloader-server ray --help.
+
     Each option has an environment variable, such as TELELOADER_PORT=8000. The variable of --tokens is
-    TELELOADER_SERVER_TOKENS; --token-file has none. Only clients read TELELOADER_TOKEN and TELELOADER_TOKEN_FILE.
+    TELELOADER_SERVER_TOKENS; --token-file and --exit-with-parent have none. Only clients read TELELOADER_TOKEN and
+    TELELOADER_TOKEN_FILE.
     """  # noqa: D301 - the escapes are click's
     logs.configure(log_level, log_format)
     configs = _configs(datasets, config, demo=demo)
@@ -338,10 +354,23 @@ def server(
         client_limits = ClientLimits.parse({**({} if config is None else config.limits), **dict(limits)})
         worker_limits = Limits(**{field.name: options.pop(field.name) for field in fields(Limits)})
     if reload:
-        sys.exit(_reload(configs, config, host, port))
+        sys.exit(_reload(configs, config, host, port, servers))
     with _usage_errors():
         listener = _listener(host, port, **options)
-    sys.exit(_run(configs, worker_limits, client_limits, listener, shutdown_grace))
+
+    if servers == 1:
+        sys.exit(_run(ConfiguredPools(configs, worker_limits), worker_limits, client_limits, listener, shutdown_grace))
+    forkserver = SharedForkServer(configs)
+
+    def run(limits: Limits, listener: Listener, listens: Callable[[], object]) -> int:
+        pools = ConfiguredPools(configs, limits, forkserver.split)
+        return _run(pools, limits, client_limits, listener, shutdown_grace, listens)
+
+    try:
+        sys.exit(run_several(servers, worker_limits, listener, shutdown_grace, forkserver, run))
+    except ConfigError as error:
+        logger.error("%s", error)
+        sys.exit(EXIT_USAGE)
 
 
 @click.command(context_settings=_CONTEXT)
@@ -395,66 +424,66 @@ def check(
     sys.exit(EXIT_FAILED if any(one.failed for one in found) else 0)
 
 
-def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, port: int) -> int:
+def _reload(configs: list[DatasetConfig], config: ConfigFile | None, host: str, port: int, servers: int) -> int:
     """Run the server as a child process, restart it after file changes, and return its exit code.
 
     A free port for port 0 is selected only once, so that clients can reconnect.
     """
-    arguments = [*sys.argv[1:], "--no-reload"]
+    arguments = [*sys.argv[1:], "--no-reload", "--exit-with-parent", str(os.getpid())]
     if port == 0:
-        with bind(host, 0) as free:
-            arguments += ["--port", str(free.getsockname()[1])]
+        free = bind_consecutive(host, 0, servers)
+        arguments += ["--port", str(free[0].getsockname()[1])]
+        for each in free:
+            each.close()
     return Reloader(arguments, configs, None if config is None else config.path).run()
 
 
 def _run(
-    configs: list[DatasetConfig], limits: Limits, client_limits: ClientLimits, listener: Listener, grace: float
+    pools: ConfiguredPools,
+    limits: Limits,
+    client_limits: ClientLimits,
+    listener: Listener,
+    grace: float,
+    listens: Callable[[], object] | None = None,
 ) -> int:
+    """Run a server until it is stopped, and return the exit code.
+
+    Args:
+        pools: Pools of the datasets that the server hosts.
+        limits: Limits of workers.
+        client_limits: Limits of clients.
+        listener: Settings of the listening socket.
+        grace: Seconds to complete pending requests.
+        listens: Function to call when the server listens; None to print the banner.
+    """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(configs, limits, client_limits, listener, grace))
+            runner.run(_serve(pools, limits, client_limits, listener, grace, listens))
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
     return 0
 
 
-def _cannot_listen(listener: Listener, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot listen on {listener.host}:{listener.port}: {error.strerror}. Choose another --host or --port"
-    )
-
-
-def _bound(listener: Listener) -> socket.socket:
-    """Bind the listening socket; reject a non-loopback address without tokens unless `insecure` is set."""
-    try:
-        bound = bind(listener.host, listener.port)
-    except OSError as error:
-        raise _cannot_listen(listener, error) from None
-    address = bound.getsockname()[0]
-    try:
-        refuse_unprotected(address, has_tokens=listener.authenticator.has_tokens, insecure=listener.insecure)
-    except ConfigError:
-        bound.close()
-        raise
-    if listener.tls is None and not is_loopback(address):
-        logger.warning(
-            "%s without encryption: attackers on the network path can read and modify data. Use --ssl-certfile",
-            "clients send tokens, and the server sends batches,"
-            if listener.authenticator.has_tokens
-            else "authentication is disabled, and the server sends batches",
-        )
-    return bound
-
-
 async def _serve(
-    configs: list[DatasetConfig], limits: Limits, client_limits: ClientLimits, listener: Listener, grace: float
+    pools: ConfiguredPools,
+    limits: Limits,
+    client_limits: ClientLimits,
+    listener: Listener,
+    grace: float,
+    listens: Callable[[], object] | None,
 ) -> None:
     host, port = listener.host, listener.port
-    listening = _bound(listener)
-    service = LoaderService(ConfiguredPools(configs, limits), limits, client_limits)
+    listening = listener.bind()
+    if listens is None:
+        listener.check_protection(listening)
+    service = LoaderService(pools, limits, client_limits)
+    service.ports = None if listener.ports is None else list(listener.ports)
     raise_file_limit()
-    web = Server(service, host, port, grace, listener.authenticator, listener.tls)
+    web = Server(service, host, port, grace, listener.authenticator, listener.tls, listener.fleet.client_tls)
+    url = advertised_url(listener.fleet, url_of(listening, web.scheme), listening.getsockname()[0])
+    if listens is None:
+        log_start(pools.configs)
     starting = asyncio.create_task(service.start())
 
     def stop() -> None:
@@ -465,9 +494,9 @@ async def _serve(
         web.should_exit = True
         starting.cancel()
 
+    web.lifecycle.drain = stop
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    logger.info("building %s", ", ".join(f"{config.name} ({config.factory})" for config in configs))
     try:
         await starting
     except asyncio.CancelledError:
@@ -477,11 +506,21 @@ async def _serve(
         listening.listen()  # another process may have taken the port while the datasets were built
     except OSError as error:
         await service.close()
-        raise _cannot_listen(listener, error) from None
-    announced = asyncio.create_task(announce(web, service, url_of(listening, web.scheme)))
+        raise listener.cannot_listen(error) from None
+    shown = url_of(listening, web.scheme)
+    banner = asyncio.create_task(show_banner(web, service, shown) if listens is None else _report(web, shown, listens))
+    announced = announcer(listener.fleet, url, web.instance_key, lambda: web.started and service.ready)
+    web.before_drain = announced.leave
     try:
         await web.serve([listening])
     finally:
-        announced.cancel()
+        banner.cancel()
+        await announced.withdraw()
         await service.close()
         logger.info("stopped")
+
+
+async def _report(web: Server, url: str, listens: Callable[[], object]) -> None:
+    await web.listening.wait()
+    logger.info("listening at %s", url)
+    listens()

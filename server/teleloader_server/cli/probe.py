@@ -37,6 +37,7 @@ from teleloader_server.workers.procfs import resident_bytes
 from teleloader_server.workers.worker import end_with_parent, ignore_stop_signals
 from teleloader_shared.codec import BatchId, Bits, End, Failure, read, to_bytes
 from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.stats import Latency
 from teleloader_shared.summary import Part, summarize
@@ -324,7 +325,7 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
     deadline = time.monotonic() + PASS_SECONDS
     frames: list[NDArray[np.uint8]] = []
     for wanted in [numbers] if numbers.step == 1 else [range(k, k + 1) for k in numbers]:
-        request = RangeRequest(consumer="check", key=key, epoch=0, start=wanted.start, stop=wanted.stop)
+        request = RangeRequest(consumer="check", key=key, epoch=0, batches=BatchRanges(wanted))
         async with service.batches(ANYONE, request) as stream:
             while not stream.exhausted and time.monotonic() < deadline:
                 ready = await stream.take()

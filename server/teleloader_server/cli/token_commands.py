@@ -100,7 +100,8 @@ def token() -> None:
 @click.option(
     "--scope", "scopes", multiple=True, default=DEFAULT_SCOPES, show_default=True,
     type=Matching("scope", SCOPE, SCOPE_RULE),
-    help="Scope: read (all datasets), read:DATASET, stats or admin. Repeatable.",
+    help="Scope: read (all datasets), read:DATASET, stats, announce (servers that announce themselves) or admin. "
+    "Repeatable.",
 )  # fmt: skip
 @_days
 @click.option("--out", type=_PATH, help="Write the token to this new file (mode 0600) instead of stdout.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -150,30 +150,42 @@ class DatasetCounters:
         ]
 
 
+class BatchSeconds(NamedTuple):
+    """Mean times of a worker per batch in seconds; all 0 before the first batch."""
+
+    stages: Mapping[str, float]
+    """Time by stage, including the time without a CPU."""
+    work: float
+    """Time that the worker computes or is blocked, without the time for which it has no CPU."""
+
+
 class LoaderCounters:
     """Counters of one loader: computed batches, and time per stage."""
 
-    __slots__ = ("batches", "dataset", "seconds", "window")
+    __slots__ = ("batches", "cpu_wait", "dataset", "seconds", "window")
 
     def __init__(self, dataset: DatasetCounters, now: float) -> None:
         self.dataset = dataset
         self.batches = 0
         self.seconds = [0.0] * len(STAGES)
-        self.window = RateWindow(now, 0, *self.seconds)
+        self.cpu_wait = 0.0
+        """Part of `seconds` for which workers had no CPU."""
+        self.window = RateWindow(now, *self._totals())
+
+    def _totals(self) -> tuple[float, ...]:
+        return self.batches, self.cpu_wait, *self.seconds
 
     def mark(self, now: float) -> None:
         """Record the current totals in the rate window."""
-        self.window.mark(now, self.batches, *self.seconds)
+        self.window.mark(now, *self._totals())
 
-    def batch_seconds(self, now: float) -> dict[str, float]:
-        """Return the mean seconds per batch, by stage: of recent batches or, if there are none, of all batches.
-
-        The values are 0 if no batch was computed.
-        """
-        made, *seconds = self.window.rates(now, self.batches, *self.seconds)
-        if not made:
-            made, seconds = self.batches, self.seconds
-        return {stage: spent / made if made else 0.0 for stage, spent in zip(self.dataset.stages, seconds, strict=True)}
+    def batch_seconds(self, now: float) -> BatchSeconds:
+        """Return the mean times per batch: of recent batches or, if there are none, of all batches."""
+        batches, cpu_wait, *seconds = self.window.rates(now, *self._totals())
+        if not batches:
+            batches, cpu_wait, seconds = self.batches or 1, self.cpu_wait, self.seconds
+        stages = {stage: spent / batches for stage, spent in zip(self.dataset.stages, seconds, strict=True)}
+        return BatchSeconds(stages, (sum(seconds) - cpu_wait) / batches)
 
 
 @dataclass(slots=True)
@@ -181,10 +193,12 @@ class WorkerCounters:
     """Counters of one worker ID, over all processes with this ID."""
 
     window: RateWindow
-    """Sliding window of `busy` plus the time spent on the current task so far."""
+    """Sliding window of two totals: `busy` plus the time spent on the current task so far, and `cpu_wait`."""
     batches: int = 0
     busy: float = 0.0
     """Total time of completed tasks in seconds."""
+    cpu_wait: float = 0.0
+    """Part of `busy` for which the worker had no CPU."""
 
 
 class Recent(NamedTuple):
@@ -202,6 +216,8 @@ class Recent(NamedTuple):
     """Fraction of `span` during which a response was being sent."""
     data_wait: float | None
     """Fraction of `span` during which the training loop waited for data; None if the client does not report it."""
+    step: float
+    """Seconds per batch of the training loop without its data wait; 0 if unknown."""
 
 
 class LoopCounters:
@@ -223,7 +239,10 @@ class LoopCounters:
         self._since = now
         self._window = RateWindow(now, *self._totals(now))
         self._reported: RateWindow | None = None
-        """Sliding window of data wait and the server's totals, by the client's clock; None before the first report."""
+        """Sliding window of data wait, consumed batches and the server's totals, by the client's clock.
+
+        None before the first report.
+        """
         self._last_reported: tuple[float, ...] = ()
         self._reported_at: float | None = None
 
@@ -243,7 +262,7 @@ class LoopCounters:
         self._reported_at = now
         if not report.taken:
             return True
-        last = (report.elapsed, report.waited, *self._totals(now))
+        last = (report.elapsed, report.waited, report.taken, *self._totals(now))
         if self._reported is None:
             self._reported = RateWindow(*last)
         self._last_reported = last
@@ -268,16 +287,17 @@ class LoopCounters:
             return self._recent_as_reported()
         batches, nbytes, waiting, sending = self._window.rates(now, *self._totals(now))
         span = max(0.0, now - self._since)
-        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), None)
+        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), None, 0.0)
 
     def _recent_as_reported(self) -> Recent:
         if self._reported is None:
-            return Recent(0.0, 0.0, 0.0, 0.0, 0.0, None)
+            return Recent(0.0, 0.0, 0.0, 0.0, 0.0, None, 0.0)
         elapsed, *last = self._last_reported
         span = self._reported.span(elapsed)
-        waited, batches, nbytes, waiting, sending = self._reported.rates(elapsed, *last)
+        waited, taken, batches, nbytes, waiting, sending = self._reported.rates(elapsed, *last)
         data_wait = as_share(waited) if span > 0 else None
-        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), data_wait)
+        step = max(0.0, 1 - waited) / taken if taken > 0 else 0.0
+        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), data_wait, step)
 
 
 class ConsumerCounters:
@@ -345,7 +365,7 @@ class PoolCounters:
     def __init__(self, metrics: Counters) -> None:
         self._metrics = metrics
         self.workers: defaultdict[int, WorkerCounters] = defaultdict(
-            lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0))
+            lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0, 0.0))
         )
         self.loaders: dict[str, LoaderCounters] = {}
         self._consumers: dict[_Key, ConsumerCounters] = {}
@@ -371,9 +391,12 @@ class PoolCounters:
         """Count a batch computed by a worker."""
         counters = self.workers[worker]
         counters.batches += 1
-        counters.busy += report.seconds
+        counters.busy += (seconds := report.seconds)
+        cpu_wait = min(report.cpu_wait, seconds)
+        counters.cpu_wait += cpu_wait
         loader = self.loaders.get(task.batch_id.loader) or self._loader(task.batch_id.loader, task.spec.dataset)
         loader.batches += 1
+        loader.cpu_wait += cpu_wait
         dataset = loader.dataset
         for stage, (histogram, seconds) in enumerate(zip(dataset.stages.values(), report.stages, strict=True)):
             loader.seconds[stage] += seconds

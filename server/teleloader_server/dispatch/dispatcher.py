@@ -27,7 +27,7 @@ from teleloader_server.dispatch.records import (
     Consumer,
     Epoch,
     Loader,
-    PendingRange,
+    PendingRequest,
     PrincipalShare,
     RangeRequest,
     ReadyFrame,
@@ -84,7 +84,7 @@ class Dispatcher:
 
     # -- events of consumers
 
-    def add_request(self, quota: Quota, request: RangeRequest, loader: Loader, now: float) -> PendingRange:
+    def add_request(self, quota: Quota, request: RangeRequest, loader: Loader, now: float) -> PendingRequest:
         """Add a client's request for batches of an epoch.
 
         Args:
@@ -99,7 +99,7 @@ class Dispatcher:
         Raises:
             ServerUnavailable: If the principal has too many consumers with open requests.
         """
-        epoch, start, stop = (request.key, request.epoch), request.start, request.stop
+        epoch, start, stop = (request.key, request.epoch), request.batches.start, request.batches.stop
         consumer = self._consumers.get((quota.name, request.consumer, epoch))
         if consumer is None:
             if self._in_turn:  # the next epoch of a session: batches prefetched in the previous epoch are unwanted
@@ -111,7 +111,7 @@ class Dispatcher:
             principal_share.served = max(principal_share.served, self._level)
             consumer.served = max(consumer.served, principal_share.level)
         consumer.last_seen = now
-        pending = PendingRange(consumer, start, stop, start, request.indices)
+        pending = PendingRequest(consumer, request.batches, request.indices)
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
             consumer.sent_beyond.clear()
             self.store.move(consumer, start)
@@ -124,15 +124,15 @@ class Dispatcher:
         self.store.active[consumer] = None
         return pending
 
-    def sent(self, pending: PendingRange, now: float) -> None:
+    def sent(self, pending: PendingRequest, now: float) -> None:
         """Record that a request's next batch was sent."""
         consumer = pending.consumer
         consumer.last_seen = now
         k = pending.next
         if k >= consumer.position:
             consumer.sent_beyond.add(k)
-        pending.next += 1
-        pending.cursor = max(pending.cursor, pending.next)
+        pending.sent += 1
+        pending.started = max(pending.started, pending.sent)
         position = consumer.position
         while position in consumer.sent_beyond:
             consumer.sent_beyond.remove(position)
@@ -144,11 +144,12 @@ class Dispatcher:
             self.store.move(consumer, position)
         self.store.sent(consumer, k)
 
-    def close(self, pending: PendingRange) -> None:
+    def close(self, pending: PendingRequest) -> None:
         """Close a request that is complete, or whose client disconnected."""
         pending.consumer.requests.remove(pending)
-        end = min(pending.stop, max(pending.cursor, pending.next + 1))
-        self.store.mark_unwanted(pending.consumer.state, range(pending.next, end))
+        end = max(pending.started, min(pending.sent + 1, len(pending.batches)))
+        left = [pending.batches[place] for place in range(pending.sent, end)]
+        self.store.mark_unwanted(pending.consumer.state, left)
 
     def forget_idle(self, now: float) -> list[Consumer]:
         """Remove and return the consumers that have been idle for `FORGET_AFTER` seconds.
@@ -167,7 +168,7 @@ class Dispatcher:
         principal_share = self._principal_shares.setdefault(quota.name, PrincipalShare(quota, self._level))
         epoch, level = (request.key, request.epoch), principal_share.level
         state = self.store.state(epoch)
-        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.start, level, now)
+        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.batches.start, level, now)
         self._consumers[quota.name, consumer.name, epoch] = consumer
         quota.consumers[consumer] = consumer.requests
         self.store.join(consumer)
@@ -197,6 +198,10 @@ class Dispatcher:
     def worker_ready(self, worker: int, health: WorkerHealth) -> None:
         """Add an idle worker, to which batches can be assigned; `health` is the pool's record of the worker."""
         self._workers[worker] = health
+
+    def worker_removed(self, worker: int) -> None:
+        """Remove a worker without batches."""
+        self._workers.pop(worker, None)
 
     def worker_stalled(self, waiting: Iterable[BatchId]) -> bool:
         """Reassign the batches queued behind a slow batch of a worker.
@@ -348,7 +353,7 @@ class Dispatcher:
             return next((p.next for p in consumer.requests if p.next < p.stop and p.next not in batches), None)
         if urgency is Urgency.REQUESTED:
             for pending in consumer.requests:
-                missing = pending.first_missing(batches, min(pending.stop, pending.next + MAX_REQUESTED))
+                missing = pending.first_missing(batches, MAX_REQUESTED)
                 if missing is not None:
                     return missing
             return None
@@ -365,7 +370,7 @@ class Dispatcher:
         """
         batches = consumer.state.batches
         for number, pending in enumerate(sorted(consumer.requests, key=lambda pending: pending.next)):
-            missing = pending.first_missing(batches, pending.stop)
+            missing = pending.first_missing(batches, len(pending.batches))
             if missing is not None:
                 is_awaited = number == 0 and missing == pending.next
                 return missing if is_awaited == (urgency is Urgency.WAITING) else None

@@ -17,7 +17,7 @@ from teleloader_server import request_ids
 from teleloader_server.dispatch.counters import ConsumerCounters, Counters, EngineSource, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
-from teleloader_server.dispatch.records import Batch, Consumer, Loader, PendingRange, RangeRequest, ReadyFrame
+from teleloader_server.dispatch.records import Batch, Consumer, Loader, PendingRequest, RangeRequest, ReadyFrame
 from teleloader_server.dispatch.tracing import Made, RequestTrace
 from teleloader_server.loading.tasks import Report, Task, indices_of
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
@@ -38,7 +38,7 @@ class BatchStream:
     """Ordered stream of the batches in one request, each available as soon as it is computed."""
 
     _engine: Engine
-    _pending: PendingRange
+    _pending: PendingRequest
     tally: ConsumerCounters
     """Counters of the consumer."""
     trace: RequestTrace | None
@@ -217,6 +217,11 @@ class Engine:
         self._dispatcher.worker_ready(worker, health)
         self._decide_soon()
 
+    def worker_removed(self, worker: int) -> None:
+        """Remove a worker from the dispatcher."""
+        self._dispatcher.worker_removed(worker)
+        self._decide_soon()
+
     def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
         """Store the frame of a computed batch, and wake the requests that wait for the batch."""
         if self._end is not None:
@@ -236,7 +241,7 @@ class Engine:
         wanting = (
             stream.request_id
             for stream in self._streams
-            if stream.consumer.epoch == (loader, epoch) and stream._pending.next <= k < stream._pending.stop
+            if stream.consumer.epoch == (loader, epoch) and stream._pending.distance(k) is not None
         )
         return next(wanting, None)
 
@@ -329,7 +334,7 @@ class Engine:
         """Sample the busy time of workers; called about once per second."""
         for state in self.pool.workers():
             place = self.tally.workers[state.worker]
-            place.window.mark(now, place.busy + state.working_for)
+            place.window.mark(now, place.busy + state.working_for, place.cpu_wait)
 
     @property
     def idle(self) -> float:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from teleloader_server.config import IndexKind
 from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Quota
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.codec import BatchId
 from teleloader_shared.messages import ConsumerReport
+from teleloader_shared.ranges import BatchRanges
+from teleloader_shared.rendezvous import Capacity
 from teleloader_shared.spec import LoaderSpec
 
 if TYPE_CHECKING:
     from teleloader_server.dispatch.tracing import Made, RequestTrace
+
+MAX_CAPACITIES: Final = 16
+"""Maximum number of epochs whose capacities are kept: the last ones for which clients registered."""
 
 Epoch = tuple[str, int]
 """Epoch of a loader: (loader key, epoch number)."""
@@ -57,8 +62,22 @@ class Loader:
     """Indices that a client-side sampler may send, see `DatasetConfig.indices`."""
     batch_seconds: float | None = None
     """Exponential moving average of the computing time of a batch; None before the first batch."""
+    capacities: dict[int, Capacity] = field(default_factory=dict)
+    """Capacity that the server states for each of the last epochs."""
     batch_nbytes: float | None = None
     """Exponential moving average of the size of a frame in bytes; None before the first batch."""
+
+    def capacity_of(self, epoch: int, num_workers: int) -> Capacity:
+        """Return the capacity of the workers when a client first registered for an epoch.
+
+        All clients of the epoch receive the same capacity, so that they divide the epoch in the same way.
+        """
+        if epoch not in self.capacities:
+            if len(self.capacities) == MAX_CAPACITIES:
+                del self.capacities[next(iter(self.capacities))]
+            rate = max(1, num_workers) / self.batch_seconds if self.batch_seconds else None
+            self.capacities[epoch] = Capacity(num_workers, rate)
+        return self.capacities[epoch]
 
 
 @dataclass(slots=True, eq=False)
@@ -78,17 +97,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRequest:
-    """Parsed client request for the batches [start, stop) of an epoch."""
+    """Parsed client request for batches of an epoch."""
 
     consumer: str
     """Name of the consumer, chosen by the client."""
     key: str
     """Key of the loader."""
     epoch: int
-    start: int
-    stop: int
+    batches: BatchRanges
     prefetch: int = 0
-    """Number of batches after `stop` that the client will request later."""
+    """Number of batches after these that the client will request later."""
     indices: Mapping[int, bytes] | None = None
     """Index list of each batch as a frame, for a client-side sampler; None for seeded order."""
     report: ConsumerReport | None = None
@@ -98,30 +116,46 @@ class RangeRequest:
 
 
 @dataclass(slots=True, eq=False)
-class PendingRange:
-    """Unsent batches [next, stop) of an open request."""
+class PendingRequest:
+    """Open request, whose first `sent` batches were sent."""
 
     consumer: Consumer
-    next: int
-    """Batch for which the client waits."""
-    stop: int
-    cursor: int
-    """Batch before which all batches of the request are computed or being computed."""
+    batches: BatchRanges
     indices: Mapping[int, bytes] | None = None
     """Index lists of the request, see `RangeRequest`."""
+    sent: int = 0
+    started: int = 0
+    """Number of first batches that were sent, are computed or are being computed."""
 
-    def first_missing(self, batches: dict[int, Batch], stop: int) -> int | None:
-        """Return the first batch of the request that is not started yet, or None if all before `stop` are started.
+    @property
+    def next(self) -> int:
+        """Batch for which the client waits; `stop` once all batches were sent."""
+        return self.batches[self.sent] if self.sent < len(self.batches) else self.stop
+
+    @property
+    def stop(self) -> int:
+        """End of the last range."""
+        return self.batches.stop
+
+    def distance(self, k: int) -> int | None:
+        """Return the number of unsent batches before batch k, or None if batch k is not requested or was sent."""
+        place = self.batches.place(k)
+        return None if place is None or place < self.sent else place - self.sent
+
+    def first_missing(self, batches: dict[int, Batch], limit: int) -> int | None:
+        """Return the first batch that is not started yet, or None if all within `limit` are started.
 
         Args:
             batches: Batches of the epoch that are computed or being computed.
-            stop: End of the examined range.
+            limit: Number of unsent batches to examine.
         """
-        cursor = self.cursor
-        while cursor < stop and cursor in batches:
-            cursor += 1
-        self.cursor = cursor
-        return cursor if cursor < stop else None
+        stop = min(len(self.batches), self.sent + limit)
+        while self.started < stop:
+            k = self.batches[self.started]
+            if k not in batches:
+                return k
+            self.started += 1
+        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +191,7 @@ class Consumer:
     last_seen: float
     sent_beyond: set[int] = field(default_factory=set)
     """Batches at or after `position` that were already sent, on another connection."""
-    requests: list[PendingRange] = field(default_factory=list)
+    requests: list[PendingRequest] = field(default_factory=list)
     sending: int = 0
     """Bytes of responses that are being sent to the consumer."""
     is_capped: bool = False
@@ -180,7 +214,7 @@ class Consumer:
     def distance(self, k: int) -> int | None:
         """Return the number of batches that the consumer needs before batch k, or None if it does not want batch k."""
         # a request may start before the position, if another connection of the consumer requested the same batches
-        found = min((k - p.next for p in self.requests if p.next <= k < p.stop), default=None)
+        found = min((d for pending in self.requests if (d := pending.distance(k)) is not None), default=None)
         if found is None and k >= self.position and k not in self.sent_beyond:
             found = k - self.position
         return found
@@ -192,7 +226,7 @@ class Consumer:
     def wants(self, k: int) -> bool:
         """Return True if the consumer has requested batch k, or will request it later."""
         ahead = k >= self.position and k not in self.sent_beyond
-        return ahead or any(pending.next <= k < pending.stop for pending in self.requests)
+        return ahead or any(pending.distance(k) is not None for pending in self.requests)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
 from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.dispatch.sessions import Engines
 from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits, Limits
+from teleloader_server.loading.environment import environment
 from teleloader_server.loading.index_lists import Rules
 from teleloader_server.permissions import ADMIN, READ, Caller, allows
 from teleloader_server.workers.factory import PoolFactory
@@ -77,6 +78,8 @@ class LoaderService:
         """Function that returns the number of open connections; set by the web server."""
         self.is_shared: Callable[[], bool] = lambda: False
         """Function that returns True if there are several principals; set by the web application."""
+        self.ports: list[int] | None = None
+        """Ports of all servers under the same supervisor; None for a single server."""
         self._loaders: OrderedDict[str, _Known] = OrderedDict()
         self._specs = BodyBudget(
             client_limits.max_total_spec_bytes, lambda: self.is_shared(), "loader specs", "max_total_spec_bytes"
@@ -121,9 +124,32 @@ class LoaderService:
         infos = self._host.infos()
         return self.engines.infos if infos is None else {info.name: info for info in infos}
 
+    def resize(self, num_workers: int) -> None:
+        """Change the number of shared workers; the private workers of sessions stay as they are.
+
+        Args:
+            num_workers: Number of workers, at least 1.
+
+        Raises:
+            InvalidSpec: If the workers are not processes, or have not started yet.
+            ServerUnavailable: If the machine lacks memory, processes or file descriptors for all of them.
+        """
+        try:
+            self.engines.resize(num_workers)
+        except ValueError as error:
+            raise InvalidSpec(f"cannot change the number of workers to {num_workers}: {error}") from None
+        except OSError as error:
+            raise ServerUnavailable(f"cannot start {num_workers} workers: {error.strerror}") from None
+
+    @property
+    def num_workers(self) -> int:
+        """Number of shared workers."""
+        running = self.engines.num_workers
+        return self.limits.num_workers if running is None else running
+
     # -- loaders
 
-    async def register(self, spec: LoaderSpec, caller: Caller) -> Registration:
+    async def register(self, spec: LoaderSpec, caller: Caller, epoch: int | None = None) -> Registration:
         """Register a loader, and return its key and properties; idempotent.
 
         The first registration of a session starts the session's workers.
@@ -131,6 +157,7 @@ class LoaderService:
         Args:
             spec: Specification of the loader.
             caller: Caller of the request.
+            epoch: Epoch whose batch rate is part of the response; None if the client is not loading an epoch.
 
         Raises:
             AccessDenied: If the caller may not use the dataset, or may not load in the server process itself.
@@ -156,14 +183,15 @@ class LoaderService:
         key = spec.key
         if key not in self._loaders:
             await self._add_loader(key, spec, info, caller)
-        return self.registration(key, caller)
+        return self.registration(key, caller, epoch)
 
-    def registration(self, key: str, caller: Caller) -> Registration:
+    def registration(self, key: str, caller: Caller, epoch: int | None = None) -> Registration:
         """Return the registration of a loader, and record a heartbeat of the loader's session.
 
         Args:
             key: Key of the loader.
             caller: Caller of the request.
+            epoch: Epoch whose capacity is part of the response; None for the present number of workers.
 
         Raises:
             AccessDenied: If the caller may not use the loader's dataset.
@@ -171,13 +199,18 @@ class LoaderService:
         """
         loader, engine, length, *_ = self._resolve(caller, key)
         engine.touch()
+        num_workers, batch_rate = engine.pool.num_workers, None
+        if epoch is not None:
+            num_workers, batch_rate = loader.capacity_of(epoch, num_workers)
         return Registration(
             key=key,
             batches=None if loader.batches == MAX_EPOCH else loader.batches,
             length=length,
             fingerprint=loader.spec.fingerprint or "",
-            num_workers=engine.pool.num_workers,
+            num_workers=num_workers,
             max_batch_bytes=self.limits.max_batch_bytes,
+            batch_rate=batch_rate,
+            environment=environment(),
         )
 
     async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller) -> None:
@@ -259,7 +292,7 @@ class LoaderService:
             AccessDenied: If the caller may not use any dataset.
         """
         scopes = caller.authorize(READ).scopes
-        return [info for info in self.datasets.values() if allows(scopes, READ, info.name)]
+        return [self._described(info) for info in self.datasets.values() if allows(scopes, READ, info.name)]
 
     def dataset(self, caller: Caller, name: str) -> DatasetInfo:
         """Return the description of a hosted dataset.
@@ -277,7 +310,11 @@ class LoaderService:
         if name not in datasets:
             hosted = ", ".join(repr(info.name) for info in self.datasets_for(caller)) or "no dataset for this token"
             raise UnknownDataset(f"unknown dataset {name[:200]!r}: this server hosts {hosted}")
-        return datasets[name]
+        return self._described(datasets[name])
+
+    def _described(self, info: DatasetInfo) -> DatasetInfo:
+        """Return the description of a dataset with what all datasets of this server have in common."""
+        return replace(info, ports=self.ports, environment=environment())
 
     def _resolve(self, caller: Caller, key: str) -> _Known:
         known = self._loaders.get(key)
@@ -351,7 +388,8 @@ class LoaderService:
         most = self.client_limits.max_batches_per_request
         if request.prefetch > most:
             raise InvalidSpec(f"ahead must be at most {most:,} (max_batches_per_request), got {request.prefetch:,}")
-        loader = self.loader(caller, request.key, request.epoch, request.start, request.stop - 1)
+        first, last = request.batches.start, request.batches.stop - 1
+        loader = self.loader(caller, request.key, request.epoch, first, last)
         lists = request.indices is not None
         if (loader.spec.order == "client") != lists:
             what = "use GET, because the server computes the indices" if lists else "use POST with the indices"

@@ -64,6 +64,22 @@ class Engines:
             self._shared = _detached(self._start_shared())
         return await asyncio.shield(self._shared)
 
+    @property
+    def num_workers(self) -> int | None:
+        """Number of shared workers; None before they start."""
+        engine = self._started_shared()
+        return None if engine is None else engine.pool.num_workers
+
+    def resize(self, num_workers: int) -> None:
+        """Change the number of shared workers; errors as of `Pool.resize`."""
+        engine = self._started_shared()
+        if engine is None:
+            raise ValueError("the server has no shared workers yet: they start with the first loader that uses them")
+        engine.pool.resize(num_workers)
+
+    def _started_shared(self) -> Engine | None:
+        return self._shared.result() if self._shared is not None and _has_started(self._shared) else None
+
     async def _start_shared(self) -> Engine:
         source = EngineSource(None, self._host.setting)
         engine = Engine(self._host.shared_pool(), self._memory, self._counters, source)
@@ -154,8 +170,8 @@ class Engines:
 
     def started(self) -> list[Engine]:
         """Return the engines that are running."""
-        shared = [self._shared.result()] if self._shared is not None and _has_started(self._shared) else []
-        return [*shared, *self.started_sessions().values()]
+        shared = self._started_shared()
+        return [*([] if shared is None else [shared]), *self.started_sessions().values()]
 
     def started_sessions(self) -> dict[str, Engine]:
         """Return the running engines of sessions, by loader key."""

@@ -100,8 +100,8 @@ class Store:
         self._count -= 1
         for consumer in state.consumers:
             for pending in consumer.requests:
-                if pending.next <= batch_id.batch < pending.cursor:
-                    pending.cursor = batch_id.batch
+                if (distance := pending.distance(batch_id.batch)) is not None:
+                    pending.started = min(pending.started, pending.sent + distance)
             # A batch before `ahead_start` was requested. Once its request is closed, it is not recomputed until it is
             # requested again: with a client-side sampler, only an open request contains its indices.
             furthest = max((pending.stop for pending in consumer.requests), default=consumer.position)
@@ -285,7 +285,7 @@ class Store:
                 found = state.distance(k)
                 if batch.frame is None or found is None or not _is_of(quota, batch):
                     continue
-                if found > distance or (force and not any(pending.next <= k < pending.stop for pending in requests)):
+                if found > distance or (force and not any(pending.distance(k) is not None for pending in requests)):
                     yield found, batch
 
     def _evict(self, batch: Batch) -> None:

@@ -60,7 +60,8 @@ class Stack:
         dtype = arrays[0].dtype
         if len(types) > 1:
             dtype = _promoted(array.dtype for array in arrays)
-            arrays = [array.astype(dtype, copy=False) for array in arrays]
+            with np.errstate(over="ignore"):  # torch converts large numbers to infinity without a warning
+                arrays = [array.astype(dtype, copy=False) for array in arrays]
         self._arrays = arrays
         self.shape = (len(arrays), *shapes[0])
         self.dtype_name = dtypes.name_of(dtype)

@@ -30,12 +30,14 @@ class Task(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Worker report on a completed task: sample count, success and stage times."""
+    """Worker report on a completed task: sample count, success and times."""
 
     samples: int
     failed: bool
     stages: Sequence[float]
     """Time of each stage in seconds, in the order of `stages.STAGES`."""
+    cpu_wait: float = 0.0
+    """Part of these times for which the worker was ready to run and had no CPU, in seconds."""
 
     @property
     def seconds(self) -> float:

@@ -11,15 +11,17 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
-from teleloader_server.dispatch.counters import ConsumerCounters, LoopCounters
+from teleloader_server.dispatch.counters import BatchSeconds, ConsumerCounters, LoopCounters
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import default_num_workers
 from teleloader_server.stats.bottleneck import ConsumerRates, PoolLoad, diagnose, total_demand
+from teleloader_server.stats.demand import ConsumerLoad, demand, is_saturated
 from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState
 from teleloader_server.workers.procfs import NO_MEMORY, CpuUse, Memory
@@ -49,8 +51,20 @@ class EngineSnapshot(NamedTuple):
     engine: Engine
     workers: list[tuple[WorkerState, bool]]
     busy_fractions: dict[int, float]
-    stages: dict[str, dict[str, float]]
-    """Mean seconds per batch, by loader key and stage."""
+    cpu_wait: float
+    """Recent mean number of busy workers that had no CPU."""
+    batch_seconds: dict[str, BatchSeconds]
+    """Mean times per batch by loader key."""
+
+    @property
+    def busy(self) -> float:
+        """Recent mean number of busy workers."""
+        return sum(self.busy_fractions.values())
+
+    @property
+    def load(self) -> float:
+        """Recent mean number of workers that computed or were blocked."""
+        return self.busy - self.cpu_wait
 
 
 class StatsCollector:
@@ -62,7 +76,6 @@ class StatsCollector:
 
     def __init__(self, service: LoaderService) -> None:
         self._service = service
-        self._limits = service.limits
         self._counters = service.counters
         self._started = now = time.monotonic()
         self._lag_window = RateWindow(now, 0, 0.0)
@@ -126,31 +139,43 @@ class StatsCollector:
         now = time.monotonic()
         snapshots = [self._snapshot(engine, now) for engine in self._service.engines.started()]
         server = self._server(snapshots, memory, now)
-        consumers = await self._consumers(snapshots, server, now)
-        page = consumers[offset : offset + limit]
+        samples = await self._samples(snapshots, now)
+        loops: dict[Engine, list[_ConsumerSample]] = {snapshot.engine: [] for snapshot in snapshots}
+        for engine, sample in samples:
+            if sample.is_latest:
+                loops[engine].append(sample)
+        loads = {snapshot.engine: _load(snapshot, loops[snapshot.engine], server) for snapshot in snapshots}
+        active = [sample.load for engine in loops.values() for sample in engine if sample.recent.is_active]
+        workers = demand(active, sum(snapshot.load for snapshot in snapshots))
+        page = samples[offset : offset + limit]
         return Stats(
-            server,
+            replace(server, demand=workers.total, demand_unmeasured=workers.unmeasured),
             datasets=[self._dataset(info, now) for info in datasets.values()],
             workers=[
                 self._worker(snapshot, state, memory.get(state.pid, NO_MEMORY), busy=busy)
                 for snapshot in snapshots
                 for state, busy in snapshot.workers
             ],
-            consumers=[_record(sample, by, now) async for sample, by in _in_slices(page)],
-            consumers_total=len(consumers),
+            consumers=[_record(sample, loads[engine], now) async for engine, sample in _in_slices(page)],
+            consumers_total=len(samples),
         )
 
     @staticmethod
     def _snapshot(engine: Engine, now: float) -> EngineSnapshot:
         workers = engine.workers()
         shares = {}
+        cpu_wait = 0.0
         for state, _ in workers:
             tally = engine.tally.workers[state.worker]
-            shares[state.worker] = as_share(tally.window.rates(now, tally.busy + state.working_for)[0])
+            busy, waiting = tally.window.rates(now, tally.busy + state.working_for, tally.cpu_wait)
+            shares[state.worker] = as_share(busy)
+            cpu_wait += min(as_share(waiting), shares[state.worker])
         seconds = {key: loader.batch_seconds(now) for key, loader in engine.tally.loaders.items()}
-        return EngineSnapshot(engine, workers, shares, seconds)
+        return EngineSnapshot(engine, workers, shares, cpu_wait, seconds)
 
     def _server(self, snapshots: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float) -> ServerStats:
+        load = sum(snapshot.load for snapshot in snapshots)
+        busy = sum(snapshot.busy for snapshot in snapshots)
         left = [tally.sent_window.rates(now, tally.sent, tally.nbytes) for tally in self._counters.datasets.values()]
         samples, lag = self._lag_window.rates(now, self._num_samples, self._total_lag)
         return ServerStats(
@@ -160,8 +185,8 @@ class StatsCollector:
             uptime=now - self._started,
             cpus=default_num_workers(),
             cpu=self._cpu.rate(self._pids(snapshot.engine for snapshot in snapshots)),
-            num_workers=self._limits.num_workers,
-            memory_budget=self._limits.memory_budget,
+            num_workers=self._service.num_workers,
+            memory_budget=self._service.limits.memory_budget,
             memory_used=sum(snapshot.engine.memory_used for snapshot in snapshots),
             memory_mapped=sum(snapshot.engine.pool.mapped_bytes() for snapshot in snapshots),
             memory_sending=self._service.quotas.sending,
@@ -172,6 +197,9 @@ class StatsCollector:
             batches_per_second=sum(batches for batches, _ in left),
             bytes_per_second=sum(nbytes for _, nbytes in left),
             draining=self._service.draining.is_set(),
+            load=load,
+            saturated=is_saturated(busy, load, self._cpu.idle_fraction()),
+            ports=self._service.ports,
         )
 
     @staticmethod
@@ -215,10 +243,8 @@ class StatsCollector:
         )
 
     @staticmethod
-    async def _consumers(
-        snapshots: list[EngineSnapshot], server: ServerStats, now: float
-    ) -> list[tuple[_ConsumerSample, PoolLoad]]:
-        """Return all consumers with the load of their workers, most recently active first.
+    async def _samples(snapshots: list[EngineSnapshot], now: float) -> list[tuple[Engine, _ConsumerSample]]:
+        """Return all consumers with their engines, most recently active first.
 
         Earlier iterations of a training loop are listed only while they have open requests: with short epochs, there
         are hundreds of iterations per minute.
@@ -231,22 +257,15 @@ class StatsCollector:
             if consumer.name != PREVIEW
         ]
         known.sort(key=lambda found: found[1].last_seen, reverse=True)
-        latest: dict[LoopCounters, _ConsumerSample] = {}
+        latest: dict[LoopCounters, tuple[ConsumerRates, ConsumerLoad]] = {}
         found: list[tuple[Engine, _ConsumerSample]] = []
         async for snapshot, consumer, tally in _in_slices(known):
             later = latest.get(tally.loop)
             if later is not None and not consumer.requests:
                 continue
-            recent = _rates(snapshot, consumer, tally.loop, now) if later is None else later.recent
-            sample = _ConsumerSample(consumer, tally, recent)
-            latest.setdefault(tally.loop, sample)
-            found.append((snapshot.engine, sample))
-        loops: dict[Engine, list[_ConsumerSample]] = {snapshot.engine: [] for snapshot in snapshots}
-        for engine, sample in found:
-            if latest[sample.tally.loop] is sample:
-                loops[engine].append(sample)
-        loads = {snapshot.engine: _load(snapshot, loops[snapshot.engine], server) for snapshot in snapshots}
-        return [(sample, loads[engine]) for engine, sample in found]
+            rates = latest[tally.loop] = later or _rates(snapshot, consumer, tally.loop, now)
+            found.append((snapshot.engine, _ConsumerSample(consumer, tally, *rates, is_latest=later is None)))
+        return found
 
 
 async def _in_slices(items: Sequence[_Item]) -> AsyncIterator[_Item]:
@@ -264,13 +283,20 @@ class _ConsumerSample(NamedTuple):
     tally: ConsumerCounters
     recent: ConsumerRates
     """Rates of the consumer's training loop, over all its iterations."""
+    load: ConsumerLoad
+    """Load of the training loop, for the demand."""
+    is_latest: bool
+    """True for the latest iteration of the training loop."""
 
 
-def _rates(snapshot: EngineSnapshot, latest: Consumer, loop: LoopCounters, now: float) -> ConsumerRates:
-    """Return the rates of a training loop, given the consumer of its latest iteration."""
+def _rates(
+    snapshot: EngineSnapshot, latest: Consumer, loop: LoopCounters, now: float
+) -> tuple[ConsumerRates, ConsumerLoad]:
+    """Return the rates and the load of a training loop, given the consumer of its latest iteration."""
     # without open requests, the period ends at the last request: since then the consumer has waited for nothing
     recent = loop.recent(now if latest.requests else min(now, latest.last_seen))
-    return ConsumerRates(
+    seconds = snapshot.batch_seconds.get(latest.loader.key, BatchSeconds({}, 0.0))
+    rates = ConsumerRates(
         known_for=recent.span,
         idle=0.0 if latest.requests else now - latest.last_seen,
         batch_rate=recent.batches,
@@ -278,17 +304,17 @@ def _rates(snapshot: EngineSnapshot, latest: Consumer, loop: LoopCounters, now: 
         starved_fraction=recent.waiting,
         sending_fraction=recent.sending,
         data_wait_fraction=recent.data_wait,
-        stages=snapshot.stages.get(latest.loader.key, {}),
+        stages=seconds.stages,
     )
+    return rates, ConsumerLoad(latest.epoch, recent.batches, recent.data_wait, recent.step, recent.span, seconds.work)
 
 
 def _load(snapshot: EngineSnapshot, loops: list[_ConsumerSample], server: ServerStats) -> PoolLoad:
     """Return the load of an engine's workers, including the demand of its active training loops."""
-    shares = snapshot.busy_fractions.values()
     active = [sample for sample in loops if sample.recent.is_active]
     return PoolLoad(
         workers=snapshot.engine.pool.num_workers,
-        busy=sum(shares) / len(shares) if shares else 0.0,
+        busy=snapshot.busy / max(1, len(snapshot.busy_fractions)),
         demand=total_demand((sample.consumer.epoch, sample.recent.demand) for sample in active),
         consumers=len(active),
         setting=snapshot.engine.source.setting,
@@ -299,7 +325,7 @@ def _load(snapshot: EngineSnapshot, loops: list[_ConsumerSample], server: Server
 
 
 def _record(sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
-    consumer, tally, recent = sample
+    consumer, tally, recent, _, _ = sample
     loader = consumer.loader
     batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
     return ConsumerStats(

@@ -38,6 +38,10 @@ _GAUGES: Final = {
     "event_loop_lag": ("event_loop_lag_seconds", "Recent mean lag of the event loop."),
     "connections": ("connections", "Open connections."),
     "draining": ("draining", "Equal to 1 while the server is shutting down, else 0."),
+    "load": ("load", "Recent mean number of workers that compute or are blocked, without those that have no CPU."),
+    "demand": ("demand", "Workers that the training loops would keep busy if they never waited for data."),
+    "demand_unmeasured": ("demand_unmeasured", "Part of the demand of training loops whose step time is unknown."),
+    "saturated": ("saturated", "Equal to 1 if the CPUs that the server may use are full, else 0."),
 }
 """Metric names and descriptions by field of `ServerStats`."""
 _OF_DATASETS: Final = {

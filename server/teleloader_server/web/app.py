@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
+import secrets
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import uvicorn
 from fastapi import FastAPI
 
 from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.auth.rate_limit import AddressLimit, RateLimiter
-from teleloader_server.auth.tls import Renewal, TlsFiles
+from teleloader_server.auth.tls import ClientTls, Renewal, TlsFiles
 from teleloader_server.config import DEFAULT_SHUTDOWN_GRACE
 from teleloader_server.dispatch.quotas import BodyBudget
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.fleet.registry import Registry
 from teleloader_server.request_ids import Identified
 from teleloader_server.stats.collector import StatsCollector
 from teleloader_server.web.authentication import Authentication
 from teleloader_server.web.batches import make_router
 from teleloader_server.web.dashboard import add_dashboard
 from teleloader_server.web.guard import Connection, observed
-from teleloader_server.web.guard_manager import ConnectionManager, connections_for
+from teleloader_server.web.guard_manager import ConnectionManager, limits_for
+from teleloader_server.web.lifecycle import Lifecycle, make_lifecycle_router
 from teleloader_server.web.problem_responses import DOCUMENTED, handle_problems
+from teleloader_server.web.servers import make_servers_router
 from teleloader_server.web.sign_in import make_access_router
 from teleloader_server.web.status import make_status_router
 from teleloader_server.web.stream import make_stream_router
 from teleloader_server.web.uvicorn_members import check_members
 from teleloader_server.web.websocket import MAX_MESSAGE_BYTES, WebSocketConnection
 from teleloader_shared.errors import ServerUnavailable
+from teleloader_shared.secret import Secret
 from teleloader_shared.version import VERSION
 
 KEEP_ALIVE: Final = 75
@@ -59,13 +64,18 @@ HEADERS: Final = {
 """Security headers of all responses: no content sniffing, no framing, no cross-origin use."""
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 
-def create_app(service: LoaderService, authenticator: Authenticator | None = None) -> FastAPI:
+
+def create_app(
+    service: LoaderService, authenticator: Authenticator | None = None, client_tls: ClientTls | None = None
+) -> FastAPI:
     """Create the ASGI application of a server.
 
     Args:
         service: Loader service of the application; the caller starts and closes it.
         authenticator: The server's authenticator; None disables authentication.
+        client_tls: TLS settings for requests to other servers; None for the CAs of the system.
     """
     app = FastAPI(
         title="teleloader",
@@ -87,8 +97,14 @@ def create_app(service: LoaderService, authenticator: Authenticator | None = Non
     app.state.body_budget = BodyBudget(service.client_limits.max_buffered_request_bytes, service.is_shared)
     app.state.stats_streams = {}
     app.state.delayed_sign_ins = 0
-    for router in (make_access_router(), make_router(), make_stream_router(), make_status_router()):
-        app.include_router(router)
+    app.state.instance_key = Secret(secrets.token_hex(16))
+    app.state.registry = Registry(time.monotonic())
+    app.state.client_tls = client_tls or ClientTls()
+    for make in (
+        make_access_router, make_router, make_stream_router, make_status_router, make_servers_router,
+        make_lifecycle_router,
+    ):  # fmt: skip
+        app.include_router(make())
     add_dashboard(app)
     handle_problems(app)
     return app
@@ -104,6 +120,7 @@ class Server(uvicorn.Server):
         grace: Seconds to complete pending requests at shutdown.
         authenticator: The server's authenticator; None disables authentication.
         tls: Certificate and key; None for plain HTTP.
+        client_tls: TLS settings for requests to other servers; None for the CAs of the system.
 
     Raises:
         ConfigError: If the limit on open files is too low, or the installed uvicorn lacks a required member.
@@ -117,16 +134,22 @@ class Server(uvicorn.Server):
         grace: float = DEFAULT_SHUTDOWN_GRACE,
         authenticator: Authenticator | None = None,
         tls: TlsFiles | None = None,
+        client_tls: ClientTls | None = None,
     ) -> None:
         check_members()
-        limits = service.client_limits
-        most = min(limits.max_connections, connections_for(service.limits.num_workers))
-        limits = dataclasses.replace(limits, max_connections=most)
+        limits = limits_for(service.client_limits, service.limits.num_workers)
         self.authenticator = authenticator or Authenticator()
         self._connections = ConnectionManager(limits, self.authenticator)
         service.connections = lambda: len(self._connections.connections)
         self._exit_requested = asyncio.Event()
-        app = create_app(service, self.authenticator)
+        app = create_app(service, self.authenticator, client_tls)
+        self._state = app.state
+        self.instance_key: Final[Secret] = app.state.instance_key
+        """Secret of this server process, which its announcements contain."""
+        self.lifecycle: Final = Lifecycle(self._exit_requested, self._connections)
+        app.state.lifecycle = self.lifecycle
+        self.before_drain: Callable[[], Coroutine[Any, Any, None]] = _nothing
+        """Called at the start of the shutdown, while the server still accepts requests."""
         self._collector: StatsCollector = app.state.collector
         super().__init__(
             uvicorn.Config(
@@ -203,6 +226,7 @@ class Server(uvicorn.Server):
             )
             for bound in sockets or ()
         ]  # fmt: skip
+        self._state.registry = Registry(time.monotonic())  # no server could announce itself before
         self.started = True
         self._background_tasks = [asyncio.create_task(each.run()) for each in (self._connections, self._collector)]
         self.listening.set()
@@ -216,6 +240,7 @@ class Server(uvicorn.Server):
         Meanwhile the server still listens, and responds to new requests with an error, so that clients switch to
         another server immediately. Responses that are incomplete after the grace period are aborted.
         """
+        await self._unless_forced(self.before_drain())
         self._service.draining.set()
         self._connections.drain()
         # at 80 % of the grace period, pending requests get an error response
@@ -231,11 +256,19 @@ class Server(uvicorn.Server):
 
     async def _all_sent(self, seconds: float) -> bool:
         """Wait until all responses are sent, for at most `seconds` or until `force_exit`; return True if all are."""
-        answered = asyncio.create_task(self._connections.wait_responded(seconds))
-        while not answered.done() and not self.force_exit:
-            await asyncio.wait({answered}, timeout=0.05)
-        answered.cancel()
-        return answered.done() and answered.result()
+        return await self._unless_forced(self._connections.wait_responded(seconds)) is True
+
+    async def _unless_forced(self, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+        """Return the result of a coroutine, or None if `force_exit` was set before it ended."""
+        task = asyncio.create_task(work)
+        while not task.done() and not self.force_exit:
+            await asyncio.wait({task}, timeout=0.05)
+        task.cancel()
+        return task.result() if task.done() else None
+
+
+async def _nothing() -> None:
+    pass
 
 
 def bind(host: str, port: int) -> socket.socket:

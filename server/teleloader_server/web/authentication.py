@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from teleloader_server.auth.authenticator import Authenticator, RequestCaller
 from teleloader_server.auth.rate_limit import AddressLimit, RateLimiter
+from teleloader_server.fleet.verification import is_loopback
 from teleloader_server.permissions import UNCHECKED, need_of
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.problem_responses import problem_of
@@ -22,6 +23,24 @@ MAX_QUERY_BYTES: Final = 4096
 def caller_of(connection: HTTPConnection) -> RequestCaller:
     """Return the `RequestCaller` that the `Authentication` middleware attached to a request."""
     return cast("RequestCaller", connection.scope["state"]["caller"])
+
+
+def address_of(request: Request) -> str:
+    """Return the IP address of the client, or "" if it is unknown."""
+    return request.client.host if request.client else ""
+
+
+def refuse_remote_without_token(request: Request) -> None:
+    """Reject a request from another machine if the server has no tokens, and therefore cannot authenticate clients.
+
+    Raises:
+        HttpProblem: If the client is on another machine, and the server has no tokens (status 403).
+    """
+    if not request.app.state.authenticator.has_tokens and not is_loopback(address_of(request)):
+        raise HttpProblem(
+            403, "Forbidden", f"{request.method} {request.url.path} requires a token, and this server has none: start "
+            "it with --tokens, or send the request from its own machine",
+        )  # fmt: skip
 
 
 class Authentication:

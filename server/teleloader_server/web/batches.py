@@ -29,7 +29,6 @@ from teleloader_server.web.guard_rules import check_body_size
 from teleloader_server.web.index_bodies import split
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.buffers import BufferPool
-from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import InvalidSpec, TeleloaderError, VersionMismatch
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
@@ -44,6 +43,7 @@ from teleloader_shared.messages import (
     DatasetInfo,
     Registration,
 )
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from teleloader_shared.tracing import TRACE_HEADER
 
@@ -267,7 +267,9 @@ def _add_loaders(router: APIRouter) -> None:
     )
     @needs(READ)
     async def register(
-        request: Request, protocol: Annotated[int | None, Header(alias=PROTOCOL_HEADER)] = None
+        request: Request,
+        epoch: Annotated[int | None, Query(ge=0, lt=MAX_EPOCH, description="epoch to load, for `batch_rate`")] = None,
+        protocol: Annotated[int | None, Header(alias=PROTOCOL_HEADER)] = None,
     ) -> Registration:
         if protocol not in (None, PROTOCOL_VERSION):
             raise VersionMismatch(
@@ -278,7 +280,7 @@ def _add_loaders(router: APIRouter) -> None:
             content = b"".join([piece async for piece in body])
             large = len(content) > LARGE_SPEC_BYTES
             spec = await asyncio.to_thread(parsed_spec, content) if large else parsed_spec(content)
-        return await service_of(request).register(spec, caller_of(request))
+        return await service_of(request).register(spec, caller_of(request), epoch)
 
     @router.get(
         LOADERS_PATH + "/{key}",
@@ -321,16 +323,17 @@ def _add_batches(router: APIRouter) -> None:
         asked = service.batches(
             caller,
             RangeRequest(
-                **client_of(request, consumer, report), key=key, epoch=epoch, start=k, stop=k + 1, prefetch=ahead
+                **client_of(request, consumer, report), key=key, epoch=epoch, batches=BatchRanges(range(k, k + 1)),
+                prefetch=ahead,
             ),
-        )
+        )  # fmt: skip
         async with asked as stream, client_disconnect(request.receive) as disconnected:
             frame = await run_until_disconnect(disconnected, stream.take())
             return FrameResponse(service, stream, [frame.raw], MUTABLE if frame.failed else immutable)
 
     @router.get(
         LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
-        summary="Get the batches [start, stop) as concatenated frames",
+        summary="Get ranges of batches as concatenated frames",
         response_class=Response,
         responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}},
     )
@@ -339,18 +342,17 @@ def _add_batches(router: APIRouter) -> None:
         request: Request,
         key: str,
         epoch: Number,
-        start: Annotated[int, Query(ge=0, lt=MAX_EPOCH)],
-        stop: Annotated[int, Query(ge=0, lt=MAX_EPOCH)],
+        ranges: Annotated[
+            str, Query(description="START:STOP,START:STOP,... in ascending order", examples=["0:8,24:32"])
+        ],
         ahead: Ahead = 0,
         ready: Annotated[
             bool,
-            Query(description="return only the batches from start that are ready, at least one, with Content-Length"),
+            Query(description="return only the first batches that are ready, at least one, with Content-Length"),
         ] = False,
         consumer: Consumer = "",
         report: Report = "",
     ) -> Response:
-        if stop <= start:
-            raise InvalidSpec(f"stop must be greater than start, got start={start} and stop={stop}")
         if not ready and request.scope["http_version"] == "1.0":
             raise HttpProblem(
                 426, "UpgradeRequired", "HTTP/1.0 requires responses with Content-Length: use ready=true, or HTTP/1.1"
@@ -359,9 +361,10 @@ def _add_batches(router: APIRouter) -> None:
         asked = service.batches(
             caller_of(request),
             RangeRequest(
-                **client_of(request, consumer, report), key=key, epoch=epoch, start=start, stop=stop, prefetch=ahead
+                **client_of(request, consumer, report), key=key, epoch=epoch, batches=BatchRanges.parse(ranges),
+                prefetch=ahead,
             ),
-        )
+        )  # fmt: skip
         return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
 
 
@@ -378,23 +381,22 @@ def _add_listed_batches(router: APIRouter) -> None:
         request: Request,
         key: str,
         epoch: Number,
-        start: Annotated[int, Query(ge=0, lt=MAX_EPOCH)],
         consumer: Consumer = "",
         report: Report = "",
     ) -> Response:
         service, caller = service_of(request), caller_of(request)
-        rules = service.index_rules(caller, key, epoch, start)
+        rules = service.index_rules(caller, key, epoch)
         async with body_reader_of(request).read(request, "max_body_bytes") as body:
             first, indices = await split(body, rules)
-            if first != (key, epoch, start):
+            if first[:2] != (key, epoch):
                 raise InvalidSpec(
-                    f"invalid body: the first index list is for {first}, expected {BatchId(key, epoch, start)}"
+                    f"invalid body: the first index list is for {first}, expected epoch {epoch} of loader {key[:64]!r}"
                 )
             asked = service.batches(
                 caller,
                 RangeRequest(
-                    **client_of(request, consumer, report), key=key, epoch=epoch, start=start,
-                    stop=start + len(indices), indices=indices,
+                    **client_of(request, consumer, report), key=key, epoch=epoch, batches=BatchRanges.of(indices),
+                    indices=indices,
                 ),
             )  # fmt: skip
             return await ready_answer(request, service, asked)

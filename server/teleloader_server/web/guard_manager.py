@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import resource
 from collections import Counter
@@ -207,11 +208,16 @@ class ConnectionManager:
             if connection.has_requested:
                 connection.shutdown()
 
+    @property
+    def in_flight(self) -> int:
+        """Number of requests whose response is not sent yet."""
+        return sum(connection.is_responding for connection in self.connections)
+
     async def wait_responded(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until all responses are sent; return True if all are sent."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while any(connection.is_responding for connection in self.connections):
+                while self.in_flight:
                     await asyncio.sleep(0.02)
                 return True
         return False
@@ -246,3 +252,8 @@ def connections_for(num_workers: int) -> int:
             f"requires {reserved + MIN_CONNECTIONS}: increase the limit with ulimit -n"
         )
     return limit - reserved
+
+
+def limits_for(limits: ClientLimits, num_workers: int) -> ClientLimits:
+    """Return limits with the maximum connection count for a number of workers; errors as of `connections_for`."""
+    return dataclasses.replace(limits, max_connections=min(limits.max_connections, connections_for(num_workers)))

@@ -24,7 +24,7 @@ BYTES_TOGETHER: Final = 256 * 2**10
 
 
 async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[BatchId, dict[int, bytes]]:
-    """Split a request body into the index lists of consecutive batches, one frame per list.
+    """Split a request body into the index lists of ascending batches of one epoch, one frame per list.
 
     Yields to the event loop after large index lists, and after every `LISTS_TOGETHER` lists.
 
@@ -39,18 +39,17 @@ async def split(pieces: AsyncIterable[bytes], rules: Rules) -> tuple[BatchId, di
         InvalidSpec: If the lists are invalid, out of order or too many.
     """
     found: dict[int, bytes] = {}
-    first: BatchId | None = None
+    first = last = None
     async for frame in _frames(pieces):
         batch_id = checked_batch_id(frame, rules)
-        first = first or batch_id
-        due = first._replace(batch=first.batch + len(found))
-        if batch_id != due:
-            raise InvalidSpec(f"invalid body: index list for {batch_id}, expected {due}")
+        if last is not None and not (batch_id[:2] == last[:2] and batch_id.batch > last.batch):
+            raise InvalidSpec(f"invalid body: index list for {batch_id}, expected batch {last.batch + 1} or later")
+        first, last = first or batch_id, batch_id
         if len(found) == rules.max_lists:
             raise InvalidSpec(
                 f"too many index lists: the limit is {rules.max_lists:,} (max_batches_per_request). Send fewer lists"
             )
-        found[due.batch] = frame
+        found[batch_id.batch] = frame
         if len(found) % LISTS_TOGETHER == 0 or len(frame) > BYTES_TOGETHER:
             await asyncio.sleep(0)
     if first is None:

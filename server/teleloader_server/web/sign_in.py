@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any, Final, cast
 
 from fastapi import APIRouter, Request, Response
@@ -14,6 +13,7 @@ from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.permissions import ANY, OPEN, Principal, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
+from teleloader_server.web.small_bodies import read_object
 from teleloader_shared.errors import Unauthorized
 
 SESSION_PATH: Final = "/session"
@@ -97,18 +97,7 @@ def _session_record(principal: Principal | None, *, required: bool) -> dict[str,
 
 async def _token_in(request: Request) -> str:
     """Return the token from the body of a sign-in request."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_SIGN_IN_BYTES:
-            raise HttpProblem(
-                413, "BodyTooLarge", f"the body has more than {MAX_SIGN_IN_BYTES:,} bytes: send only a token"
-            )
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
-        content = None
-    token = content.get("token") if isinstance(content, dict) else None
+    token = (await read_object(request, MAX_SIGN_IN_BYTES)).get("token")
     if not isinstance(token, str):
         raise HttpProblem(422, "InvalidRequest", 'invalid body: expected JSON {"token": "..."}')
     return token

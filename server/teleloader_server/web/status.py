@@ -11,6 +11,7 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
+from teleloader_server.fleet.registry import instance_of
 from teleloader_server.permissions import STATS, UNCHECKED, needs
 from teleloader_server.stats.collector import DEFAULT_CONSUMERS, StatsCollector
 from teleloader_server.stats.prometheus import exposed
@@ -81,8 +82,8 @@ class StatsStream(Response):
 def make_status_router() -> APIRouter:
     """Create the router with the endpoints for statistics and health checks.
 
-    The endpoints use `service` and `collector` of the application's state, and `stats_streams`: the open event streams
-    with the names of their principals.
+    The endpoints use `service`, `collector` and `instance_key` of the application's state, and `stats_streams`: the
+    open event streams with the names of their principals.
     """
     router = APIRouter(route_class=GuardedRoute)
     _add_stats(router)
@@ -155,8 +156,8 @@ def _watchers_of(request: Request) -> dict[StatsStream, str]:
 def _add_probes(router: APIRouter) -> None:
     @router.get(HEALTH_PATH, summary="Liveness: the process responds")
     @needs(UNCHECKED)
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
+    async def healthz(request: Request) -> dict[str, str]:
+        return {"status": "ok", "instance": instance_of(request.app.state.instance_key)}
 
     @router.get("/readyz", summary="Readiness: the server accepts requests for batches", response_model=dict[str, str])
     @needs(UNCHECKED)

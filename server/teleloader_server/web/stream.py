@@ -28,37 +28,36 @@ from teleloader_server.web.index_bodies import split
 from teleloader_server.web.problem_responses import REFUSED, problem_of
 from teleloader_shared.errors import AccessDenied, InvalidSpec, ServerUnavailable, TeleloaderError, UnknownLoader
 from teleloader_shared.messages import CONSUMER_HEADER, LOADERS_PATH, STREAM_PATH
+from teleloader_shared.ranges import MAX_RANGES, BatchRanges
 from teleloader_shared.spec import MAX_EPOCH
 
 POLICY_VIOLATION: Final = 1008
 """WebSocket close code after a rejected request."""
-MAX_RANGE_BYTES: Final = 64
-"""Maximum size in bytes of a message that requests a range: three msgpack integers."""
+MAX_RANGES_BYTES: Final = 9 * (2 * MAX_RANGES + 1) + 3
+"""Maximum size in bytes of a message that requests ranges: an integer takes up to 9 bytes in msgpack."""
 SERVICE_RESTART: Final = 1012
 """WebSocket close code of a server that is stopping or cannot compute batches."""
 
 
-def parse_range(message: bytes, limits: ClientLimits, consumer: str, loader: str) -> RangeRequest:
-    """Parse a WebSocket message that requests a range of batches in seeded order.
+def parse_ranges(message: bytes, limits: ClientLimits, consumer: str, loader: str) -> RangeRequest:
+    """Parse a WebSocket message that requests ranges of batches in seeded order.
 
     Raises:
         InvalidSpec: If the message is not a valid request.
     """
-    if len(message) > MAX_RANGE_BYTES:
-        raise InvalidSpec(
-            f"request too long ({len(message):,} bytes, limit: {MAX_RANGE_BYTES}): expected a msgpack array of epoch, "
-            "start and stop"
-        )
+    expected = "expected a msgpack array of epoch, start, stop, start, stop, ..."
+    if len(message) > MAX_RANGES_BYTES:
+        raise InvalidSpec(f"request too long ({len(message):,} bytes, limit: {MAX_RANGES_BYTES:,}): {expected}")
     try:
-        epoch, start, stop = numbers = msgpack.unpackb(message)
+        epoch, *bounds = numbers = msgpack.unpackb(message)
     except (ValueError, TypeError, msgpack.UnpackException):
-        raise InvalidSpec("invalid request: expected a msgpack array of epoch, start and stop") from None
+        raise InvalidSpec(f"invalid request: {expected}") from None
     if any(type(number) is not int or not 0 <= number < MAX_EPOCH for number in numbers):
-        raise InvalidSpec(f"invalid request {numbers!r:.200}: expected integers in [0, 2**62)")
-    most = limits.max_batches_per_request
-    if not start < stop <= start + most:
-        raise InvalidSpec(f"invalid range [{start}, {stop}): request 1 to {most:,} batches (max_batches_per_request)")
-    return RangeRequest(consumer=consumer, key=loader, epoch=epoch, start=start, stop=stop)
+        raise InvalidSpec(f"invalid request {numbers!r:.200}: {expected}, integers in [0, 2**62)")
+    batches = BatchRanges.between(bounds)
+    if (count := len(batches)) > (most := limits.max_batches_per_request):
+        raise InvalidSpec(f"invalid request for {count:,} batches: the limit is {most:,} (max_batches_per_request)")
+    return RangeRequest(consumer=consumer, key=loader, epoch=epoch, batches=batches)
 
 
 async def parse_lists(message: bytes, rules: Rules, consumer: str, loader: str) -> RangeRequest:
@@ -70,8 +69,8 @@ async def parse_lists(message: bytes, rules: Rules, consumer: str, loader: str) 
     first, indices = await split(_pieces(message), rules)
     if first.loader != loader:
         raise InvalidSpec(f"invalid request for loader {first.loader[:64]!r}: this connection is for loader {loader!r}")
-    stop = first.batch + len(indices)
-    return RangeRequest(consumer=consumer, key=loader, epoch=first.epoch, start=first.batch, stop=stop, indices=indices)
+    batches = BatchRanges.of(indices)
+    return RangeRequest(consumer=consumer, key=loader, epoch=first.epoch, batches=batches, indices=indices)
 
 
 async def _pieces(message: bytes) -> AsyncIterator[bytes]:
@@ -155,8 +154,8 @@ class Conversation:
                 rules = self._service.index_rules(self._caller, self._loader, 0)
                 request = await parse_lists(message, rules, self._consumer, self._loader)
             else:
-                request = parse_range(message, limits, self._consumer, self._loader)
-            count = request.stop - request.start
+                request = parse_ranges(message, limits, self._consumer, self._loader)
+            count = len(request.batches)
             index_bytes = sum(map(len, request.indices.values())) if request.indices else 0
             owner = self._caller.authorize(READ).name
             while self._outstanding + count > limits.max_batches_per_request or (

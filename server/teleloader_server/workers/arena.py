@@ -45,7 +45,7 @@ class Arena:
     def __init__(
         self, free_limit: int, announce: Callable[[int, int, int], None], retract: Callable[[int], None]
     ) -> None:
-        self._free_limit = free_limit
+        self.free_limit = free_limit
         self._announce = announce
         self._retract = retract
         self._made = 0
@@ -85,7 +85,7 @@ class Arena:
         size = len(slot.memory)
         self._free.setdefault(size, deque()).append(slot)
         self._free_bytes += size
-        while self._free_bytes > self._free_limit:
+        while self._free_bytes > self.free_limit:
             oldest, slots = next(iter(self._free.items()))
             self._free_bytes -= oldest
             self._retract(slots.popleft().number)

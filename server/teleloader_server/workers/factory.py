@@ -43,13 +43,25 @@ class PoolFactory(Protocol):
 
 
 class ConfiguredPools:
-    """Worker pool factory for configured datasets, which a fork server constructs once for all workers."""
+    """Worker pool factory for configured datasets, which a fork server constructs once for all workers.
+
+    Args:
+        configs: The datasets.
+        limits: Limits of each pool.
+        make_forkserver: Function that returns a fork server for the shared pool; None to start one for this server.
+    """
 
     setting = "--num-workers {}"
 
-    def __init__(self, configs: Sequence[DatasetConfig], limits: Limits) -> None:
-        self._configs = configs
+    def __init__(
+        self,
+        configs: Sequence[DatasetConfig],
+        limits: Limits,
+        make_forkserver: Callable[[], ForkServer] | None = None,
+    ) -> None:
+        self.configs = configs
         self._limits = limits
+        self._make_forkserver = make_forkserver or (lambda: ForkServer.spawn(configs))
         self._processes: ProcessPool | None = None
 
     def infos(self) -> None:
@@ -57,13 +69,13 @@ class ConfiguredPools:
 
     def index_kind(self, dataset: str) -> IndexKind:
         """Return the configured kind of indices for a dataset."""
-        return next(config.indices for config in self._configs if config.name == dataset)
+        return next(config.indices for config in self.configs if config.name == dataset)
 
     def shared_pool(self) -> Pool:
         """Create the shared pool, whose workers are forked from a new process that constructs the datasets."""
         if self._limits.num_workers == 0:
-            return InProcessPool(lambda: open_datasets(self._configs), self._limits)
-        self._processes = ProcessPool(lambda: ForkServer.spawn(self._configs), self._limits)
+            return InProcessPool(lambda: open_datasets(self.configs), self._limits)
+        self._processes = ProcessPool(self._make_forkserver, self._limits)
         return self._processes
 
     def own_pool(self, spec: LoaderSpec, info: DatasetInfo) -> Pool | None:
@@ -78,7 +90,7 @@ class ConfiguredPools:
                     f"function {name!r} is not allowed for dataset {info.name!r}: add it to functions in the server's "
                     f"configuration. Allowed functions: {', '.join(info.functions) or 'none'}"
                 )
-        mine = [config for config in self._configs if config.name == info.name]
+        mine = [config for config in self.configs if config.name == info.name]
         if spec.in_process:
             if not self._limits.debug:
                 raise InvalidSpec("loading in the server process is disabled: start the server with --debug")

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Any, Final, cast
+from typing import Final
 
 from teleloader_server.config import ConfigError, DatasetConfig
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
@@ -74,9 +74,14 @@ class ForkServer:
         """
         channel, theirs = Channel.pair()
         with theirs:
-            program = "from teleloader_server.workers.forkserver import main; main()"
-            command = [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
+            return cls.spawn_at(channel, theirs, configs)
+
+    @classmethod
+    def spawn_at(cls, channel: Channel, theirs: socket.socket, configs: Sequence[DatasetConfig]) -> ForkServer:
+        """Start a fork server as `spawn`, at a channel whose other end the caller keeps or closes."""
+        program = "from teleloader_server.workers.forkserver import main; main()"
+        command = [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
         channel.send(encode(messages.Build([dataclasses.asdict(config) for config in configs], sys.path)))
         return cls(channel, process.pid, process.wait)
 
@@ -134,13 +139,16 @@ def main() -> None:
     if os.getppid() != int(sys.argv[2]):
         return  # the server ended before end_with_parent()
     worker.ignore_stop_signals()
+    build: messages.Build | None = None
+    requests: list[messages.Message] = []
     try:
-        received: list[Any] = []
-        while not received:  # a long message arrives in several pieces
-            received = control.receive()
+        # a long message arrives in several pieces, and requests to a previous process at the same channel come first
+        while build is None:
+            requests += map(decode, control.receive())
+            build = next((request for request in requests if isinstance(request, messages.Build)), None)
     except EOFError:
         return
-    build, more = cast(messages.Build, decode(received[0])), map(decode, received[1:])
+    requests.remove(build)
     sys.path[:] = build.path
     try:
         hosted = open_datasets(DatasetConfig(**config) for config in build.configs)
@@ -149,7 +157,7 @@ def main() -> None:
         return
     # afterwards gc.freeze excludes existing objects from garbage collection, so that their pages stay shared
     gc.collect()
-    _serve(control, hosted, more)
+    _serve(control, hosted, requests)
     # skip the interpreter's shutdown, which would wait for threads that user code started
     sys.stdout.flush()
     sys.stderr.flush()
@@ -252,17 +260,23 @@ def _fork_child(control: Channel, selector: selectors.BaseSelector, run: Callabl
 
 def _fork(end: socket.socket, run: Callable[[], int]) -> int:
     """Fork a process that exits with the result of `run`; close `end`, its channel end, here, and return its PID."""
+    with end:
+        return fork(run)
+
+
+def fork(run: Callable[[], int]) -> int:
+    """Fork a process that exits with the result of `run`, and return its PID.
+
+    Raises:
+        OSError: If a resource of the machine is exhausted.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # the child must not print buffered output again
             stream.flush()
     with warnings.catch_warnings():
         # CPython >= 3.12 warns of threads in the parent, but the child neither runs their code nor takes their locks
         warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            pid = os.fork()
-        except OSError:
-            end.close()
-            raise
+        pid = os.fork()
     if pid == 0:
         code = 1
         try:
@@ -271,7 +285,6 @@ def _fork(end: socket.socket, run: Callable[[], int]) -> int:
             traceback.print_exc()
         finally:
             os._exit(code)
-    end.close()
     return pid
 
 

@@ -19,6 +19,7 @@ from teleloader_server.loading.tasks import Report, Task
 from teleloader_server.workers.blocking import run_blocking
 from teleloader_server.workers.health import Restarts, WorkerHealth
 from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
+from teleloader_server.workers.procfs import CpuWait
 from teleloader_shared.messages import DatasetInfo
 
 EXIT_GRACE_S: Final = 2.0
@@ -58,6 +59,10 @@ class InProcessPool:
         hosted = await opened
         self._loop.call_soon(listener.worker_ready, 0, WorkerHealth(time.monotonic(), tasks=self._pending))
         return [dataset.info for dataset in hosted.values()]
+
+    def resize(self, num_workers: int) -> None:
+        """Raise ValueError, because the pool has a single thread."""
+        raise ValueError("the server loads in its own process (--num-workers 0)")
 
     def submit(self, worker: int, task: Task) -> None:
         """Queue a task for the pool's thread."""
@@ -108,17 +113,20 @@ class InProcessPool:
                 return
             self._loop.call_soon_threadsafe(opened.set_result, hosted)
             loading = Loading(hosted, -1, self._limits.max_batch_bytes)
+            cpu_wait = CpuWait()
             while (task := self._tasks.get()) is not None:
                 if isinstance(task, str):
                     loading.passes.forget(task)
                 else:
-                    self._load(loading, task)
+                    self._load(loading, task, cpu_wait)
             loading.passes.close()
 
-    def _load(self, loading: Loading, task: Task) -> None:
+    def _load(self, loading: Loading, task: Task, cpu_wait: CpuWait) -> None:
         self._current = task, time.monotonic()
+        before = cpu_wait.seconds()
         with self._random_state:
             frame, report = loading.frame(task)
+        report = report._replace(cpu_wait=cpu_wait.seconds() - before)
         self._current = None, 0.0
         self._loop.call_soon_threadsafe(self._done, task, frame, report)
 

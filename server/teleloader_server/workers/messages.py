@@ -119,6 +119,14 @@ class ForgetLoader(NamedTuple):
     loader: str
 
 
+class PoolResized(NamedTuple):
+    """Message to a worker: the number of workers has changed."""
+
+    num_workers: int
+    free_limit: int
+    """See `ForkWorker`."""
+
+
 class FreeSlots(NamedTuple):
     """Message to a worker: shared-memory slots are free for reuse, because the server has released their frames."""
 
@@ -182,7 +190,7 @@ class Done(NamedTuple):
 
 Message = (
     Load | Done | FreeSlots | AddLoader | ForgetLoader | Progress | SlotCreated | SlotRemoved | PassStarted | Started
-    | Ready | Build | ForkWorker | Split | Built | BuildFailed | Forked | ForkFailed | Exited
+    | Ready | PoolResized | Build | ForkWorker | Split | Built | BuildFailed | Forked | ForkFailed | Exited
 )  # fmt: skip
 _TYPES: Final = get_args(Message)
 _CODES: Final = {kind: code for code, kind in enumerate(_TYPES)}

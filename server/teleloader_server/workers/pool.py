@@ -45,6 +45,9 @@ class PoolListener(Protocol):
     def worker_resumed(self) -> None:
         """Resume submitting tasks to a worker that had stalled."""
 
+    def worker_removed(self, worker: int) -> None:
+        """Forget a worker without tasks that was stopped by `Pool.resize`."""
+
     def worker_lost(self, worker: int, tasks: Sequence[Task], worker_exit: WorkerExit) -> None:
         """Requeue the open tasks of a worker that exited; `worker_ready` reports when its replacement accepts tasks."""
 
@@ -77,6 +80,14 @@ class Pool(Protocol):
         Raises:
             ConfigError: If a dataset cannot be constructed; all processes have then exited.
             OSError: If the machine lacks memory, processes or file descriptors.
+        """
+
+    def resize(self, num_workers: int) -> None:
+        """Change the number of workers, which must be at least 1; surplus workers complete their tasks first.
+
+        Raises:
+            ValueError: If the number cannot change: the pool is a thread, or the order depends on the number.
+            OSError: If the machine lacks memory, processes or file descriptors; the pool has as many as could start.
         """
 
     def submit(self, worker: int, task: Task) -> None:

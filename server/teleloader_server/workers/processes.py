@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import itertools
 import logging
 import os
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,7 @@ class ProcessPool:
             self._forkserver_restarted,
             lambda reason: self._listener.no_worker_starts(reason),
         )
-        self.num_workers: Final = limits.num_workers
+        self.num_workers = limits.num_workers
         self._limits = limits
         self._session = None if session is None else session.to_json()
         self._in_turn = session is not None and session.num_workers > 0
@@ -100,12 +101,34 @@ class ProcessPool:
         self._checked = time.monotonic()
         self._next_check = self._loop.call_later(self._check_interval, self._check)
         try:
-            for number in range(self._limits.num_workers):
+            for number in range(self.num_workers):
                 self._places[number] = _Place(self._fork(number))
         except OSError as error:
             await self.close()
             raise OSError(error.errno, shortage(error)) from error
         return infos
+
+    def resize(self, num_workers: int) -> None:
+        """Start further workers, or stop the workers with the highest IDs after their pending batches."""
+        if self._in_turn:
+            raise ValueError("the workers compute batches in turn, so their number is a part of the order")
+        if self._supervisor.is_restarting:
+            raise OSError(errno.EAGAIN, "the fork server is restarting: retry later")
+        logger.info("changing the number of workers from %d to %d", self.num_workers, num_workers)
+        self.num_workers = num_workers
+        for number, place in self._places.items():
+            if number >= num_workers and not place.process.health.recycling:
+                self._recycle_after_tasks(place.process)
+        try:
+            for number in range(num_workers):
+                if number not in self._places:
+                    self._places[number] = _Place(self._fork(number))
+        except OSError as error:
+            self.num_workers = number
+            raise OSError(error.errno, shortage(error)) from error
+        finally:
+            for place in self._places.values():
+                place.process.send(messages.PoolResized(self.num_workers, self._free_limit))
 
     def submit(self, worker: int, task: Task) -> None:
         """Send a task to a worker, preceded by the loader definition if the worker does not have it yet."""
@@ -183,9 +206,9 @@ class ProcessPool:
 
     def _handle_forkserver_message(self, message: messages.Message) -> None:
         match message:
-            case messages.Forked(worker, pid):
+            case messages.Forked(worker, pid) if worker in self._places:
                 self._places[worker].process.pid = pid
-            case messages.ForkFailed(worker, reason):
+            case messages.ForkFailed(worker, reason) if worker in self._places:
                 worker_exit = WorkerExit(f"worker {worker} cannot start: {reason}", "machine")
                 self._remove_worker(self._places[worker].process, worker_exit)
             case messages.Exited(pid, status):
@@ -202,11 +225,16 @@ class ProcessPool:
 
     # -- the workers
 
+    @property
+    def _free_limit(self) -> int:
+        """Share of a worker in the memory budget, in bytes."""
+        return self._limits.memory_budget // self.num_workers
+
     def _fork(self, number: int) -> WorkerHandle:
         channel, theirs = Channel.pair()
         limits, before = self._limits, self._places.get(number)
         message = messages.ForkWorker(
-            number, limits.num_workers, limits.max_batch_bytes, limits.memory_budget // limits.num_workers,
+            number, self.num_workers, limits.max_batch_bytes, self._free_limit,
             self._session,
             None if before is None else before.began, None if before is None else before.reached,
         )  # fmt: skip
@@ -272,6 +300,8 @@ class ProcessPool:
                 process.number, process.pid, restarts.last_duration, extra=process.log_fields,
             )  # fmt: skip
         self._listener.worker_ready(process.number, process.health)
+        if process.health.recycling:
+            self._loop.call_soon(self._recycle, process)
 
     def _done(
         self, process: WorkerHandle, task_id: int, frame: bytes | int, nbytes: int, report: Report,
@@ -341,8 +371,7 @@ class ProcessPool:
         was_ready, stack = process.health.ready, await process.stacks()
         process.health.inspecting = False
         self._receive_all(process)
-        is_current = self._places[process.number].process is process
-        if not is_current or not process.health.is_unresponsive(self._limits, time.monotonic()):
+        if not self._is_current(process) or not process.health.is_unresponsive(self._limits, time.monotonic()):
             return
         task = process.current_task()
         doing, limit = "a batch" if was_ready else "start-up", self._limits.batch_timeout
@@ -361,21 +390,37 @@ class ProcessPool:
         reason = process.health.reason_to_recycle(self._limits, resident)
         if reason is None:
             return
-        process.health.recycling = True
         logger.info("%s %s: replacing the worker after its pending batches", process, reason, extra=process.log_fields)
+        self._recycle_after_tasks(process)
+
+    def _recycle_after_tasks(self, process: WorkerHandle) -> None:
+        process.health.recycling = True
         if not process.health.tasks:
             self._loop.call_soon(self._recycle, process)
 
     def _recycle(self, process: WorkerHandle) -> None:
-        """Replace a process that is due for recycling and has completed all its tasks."""
-        place = self._places[process.number]
-        if self._closing or self._supervisor.is_restarting or place.process is not process:
+        """Replace a process that is due for recycling and has completed all its tasks, or remove a surplus worker."""
+        if self._closing or self._supervisor.is_restarting or not self._is_current(process):
             return
         if not process.health.ready or process.health.has_work:
             return
+        place = self._places[process.number]
+        if place.respawn is not None:
+            return  # the process has exited
         self._forget(process)
+        if process.number >= self.num_workers:
+            self._remove_place(process.number)
+            return
         place.restarts.recycled += 1
         place.process = self._fork(process.number)
+
+    def _remove_place(self, number: int) -> None:
+        del self._places[number]
+        self._listener.worker_removed(number)
+
+    def _is_current(self, process: WorkerHandle) -> bool:
+        place = self._places.get(process.number)
+        return place is not None and place.process is process
 
     def _exited(self, pid: int, status: int) -> None:
         before, self._oom_kills = self._oom_kills, max(self._oom_kills, oom_kills())
@@ -422,6 +467,9 @@ class ProcessPool:
     def _respawn(self, place: _Place) -> None:
         place.respawn = None
         if self._closing:
+            return
+        if place.process.number >= self.num_workers:
+            self._remove_place(place.process.number)
             return
         delay = MIN_BACKOFF
         if not self._supervisor.is_restarting:

@@ -7,7 +7,8 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -70,27 +71,67 @@ def cpu_seconds(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+class CpuWait:
+    """Total time for which the thread that created this object was ready to run and had no CPU.
+
+    Includes the time for which a quota throttled the thread, with cgroup v1 and v2: a throttled thread is runnable.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # the kernel does not measure it
+            self._file = -1
+
+    def __del__(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+
+    def seconds(self) -> float:
+        """Return the time since the thread started; always 0 if the kernel does not measure it."""
+        return 0.0 if self._file < 0 else int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+
+
+def cpu_ticks(cpus: Container[int]) -> tuple[int, int]:
+    """Return the idle time and the total time of CPUs since boot, in clock ticks; (0, 0) if they are not available."""
+    idle = total = 0
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *fields = line.split()
+            if name.startswith("cpu") and name != "cpu" and int(name[3:]) in cpus:
+                ticks = [int(field) for field in fields[:8]]  # the others, of guests, are parts of these
+                idle += ticks[3] + ticks[4]  # idle, and idle while a disk is awaited
+                total += sum(ticks)
+    return idle, total
+
+
 class CpuUse:
-    """Recent CPU usage of a group of processes, excluding exited processes.
+    """Recent CPU usage of a group of processes, excluding exited processes, and of the machine.
 
     `sample` and `rate` read one file per process: call them in the event loop only every few seconds.
     """
 
     def __init__(self) -> None:
-        # all other processes start later
-        self._samples: deque[tuple[float, dict[int | None, float]]] = deque(
-            [(time.monotonic(), {None: cpu_seconds(None)})], maxlen=2
-        )
+        self._cpus = os.sched_getaffinity(0)
+        self._samples: deque[tuple[float, dict[int | None, float], tuple[int, int]]] = deque(maxlen=2)
+        self.sample([None])  # all other processes start later
 
     def sample(self, pids: Iterable[int | None]) -> None:
         """Record the current CPU times of processes."""
-        self._samples.append((time.monotonic(), {pid: cpu_seconds(pid) for pid in pids}))
+        self._samples.append((time.monotonic(), {pid: cpu_seconds(pid) for pid in pids}, cpu_ticks(self._cpus)))
 
     def rate(self, pids: Iterable[int | None]) -> float:
         """Return the mean number of CPUs used by processes since the second-to-last sample."""
-        then, before = self._samples[0]
+        then, before, _ = self._samples[0]
         used = sum(max(0.0, cpu_seconds(pid) - before.get(pid, 0.0)) for pid in pids)
         return used / max(1e-3, time.monotonic() - then)
+
+    def idle_fraction(self) -> float:
+        """Return the idle fraction of the CPUs in the affinity mask since the second-to-last sample; 1.0 if unknown."""
+        _, _, (idle_before, total_before) = self._samples[0]
+        idle, total = cpu_ticks(self._cpus)
+        return (idle - idle_before) / (total - total_before) if total > total_before else 1.0
 
 
 def shortage(error: OSError) -> str:

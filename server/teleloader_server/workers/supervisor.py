@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import os
@@ -118,6 +119,8 @@ class Supervisor:
             return [DatasetInfo(**info) for info in message.datasets]
         await self._reap()
         reason = message.reason if isinstance(message, BuildFailed) else ""
+        if not reason and forkserver.pid is None:  # it was split off from another one, which has exited
+            raise OSError(errno.ECHILD, "the fork server of the datasets exited: the supervisor restarts it")
         raise ConfigError(
             reason or f"the process that builds the datasets {_ending(forkserver)}: see the log of the server"
         )

@@ -32,6 +32,7 @@ from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Arena, Slot
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.messages import CURRENT_TASK, REVOKED, STACK_SIGNAL, decode, encode
+from teleloader_server.workers.procfs import CpuWait
 from teleloader_shared.codec import BatchId
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
@@ -53,9 +54,9 @@ _PR_SET_PDEATHSIG: Final = 1
 _STDERR: Final = 2
 
 
-def end_with_parent() -> None:
-    """Make the kernel kill this process when the parent process exits."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Make the kernel send a signal to this process when the parent exits (the thread that started this process)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def ignore_stop_signals() -> None:
@@ -131,6 +132,7 @@ class Worker:
         self._pid = os.getpid()
         self._last_progress_report = 0.0
         self._reported = 0.0
+        self._cpu_wait = CpuWait()
 
     def run(self) -> None:
         """Process tasks until the server closes the channel.
@@ -235,6 +237,10 @@ class Worker:
                 case messages.ForgetLoader(key):
                     del self._loaders[key]
                     self._loading.passes.forget(key)
+                case messages.PoolResized(num_workers, free_limit):
+                    self._num_workers, self._arena.free_limit = num_workers, free_limit
+                    if self._current is not None:
+                        self._set_info(self._current)
                 case messages.FreeSlots(slots):
                     for slot in slots:
                         self._arena.give_back(slot)
@@ -256,8 +262,10 @@ class Worker:
 
         failure = self._init_failures.get(task.spec.dataset)
         if failure is None:
+            before = self._cpu_wait.seconds()
             nbytes, report = self._loading.load(task, place)
             self._end_if_forked()
+            report = report._replace(cpu_wait=self._cpu_wait.seconds() - before)
         else:
             nbytes, report = self._loading.fail(task, failure, place)
         frame = placed[0].number if isinstance(placed[0], Slot) else placed[0].tobytes()

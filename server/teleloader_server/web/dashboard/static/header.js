@@ -3,10 +3,15 @@
 import { byId, say } from "./dom.js";
 import { duration } from "./format.js";
 
-function stateOf({ server, workers }) {
-  if (server.draining) return ["Draining: rejects new loaders", "warn"];
-  const starting = workers.length > 0 && workers.every((worker) => worker.state === "starting");
-  return starting ? ["Starting", "idle"] : ["Ready", "good"];
+const STATES = {
+  draining: ["Draining: rejects new loaders", "warn"],
+  starting: ["Starting", "idle"],
+  ready: ["Ready", "good"],
+};
+
+export function stateOf({ server, workers }) {
+  if (server.draining) return "draining";
+  return workers.length > 0 && workers.every((worker) => worker.state === "starting") ? "starting" : "ready";
 }
 
 export class Header {
@@ -17,7 +22,7 @@ export class Header {
     const { host, pid, version, uptime } = stats.server;
     say(byId("facts"), `${host} · process ${pid} · version ${version} · up ${duration(Math.floor(uptime))}`);
     document.title = `${host} · teleloader`;
-    this.#say(...stateOf(stats));
+    this.#say(...STATES[stateOf(stats)]);
     this.#since = new Date();
     document.body.classList.remove("stale");
   }

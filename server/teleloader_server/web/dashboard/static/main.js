@@ -8,6 +8,7 @@ import { DatasetList } from "./datasets.js";
 import { ErrorList } from "./errors.js";
 import { Header } from "./header.js";
 import { ServerFigures } from "./server.js";
+import { ServerList } from "./servers.js";
 import { SignIn } from "./signin.js";
 import { follow } from "./stream.js";
 import { Throughput } from "./throughput.js";
@@ -19,7 +20,7 @@ const throughput = new Throughput();
 const workers = new WorkerTable();
 const batch = new BatchView();
 const signIn = new SignIn();
-const shown = [header, new Answer(), throughput, new ServerFigures(), new ConsumerTable(), workers,
+const shown = [header, new Answer(), new ServerList(), throughput, new ServerFigures(), new ConsumerTable(), workers,
   new DatasetList(), new ErrorList(), batch];
 
 let latest = null;

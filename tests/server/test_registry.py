@@ -1,0 +1,256 @@
+"""Registry of servers: announcements, verification, heartbeats, withdrawal."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from teleloader.api.control import MAX_JSON_BYTES
+from teleloader_server.fleet.registry import (
+    MAX_PENDING,
+    MAX_PENDING_PER_TOKEN,
+    MAX_SERVERS_PER_TOKEN,
+    STARTUP_DELAY_S,
+    TTL_S,
+    Registry,
+    instance_of,
+)
+from teleloader_shared.directory import MAX_SERVERS, MAX_URL, Entry
+from tests.conftest import examples
+
+A, B = Entry("http://a", "1"), Entry("http://b", "2")
+LATER = TTL_S
+"""A time at which the registry lists servers."""
+
+
+def listing(*entries: Entry, now: float = LATER) -> Registry:
+    """Return a registry that lists these servers."""
+    registry = Registry(0.0)
+    for entry in entries:
+        assert registry.announce(entry, "token", now) == "verify"
+        registry.verified(entry, now)
+    return registry
+
+
+def test_a_server_is_listed_when_it_is_verified() -> None:
+    """A server is listed after its verification, and a second announcement meanwhile starts no second one."""
+    registry = Registry(0.0)
+    assert registry.announce(A, "token", LATER) == "verify"
+    assert registry.announce(A, "token", LATER) == "pending"
+    assert registry.servers(LATER) == ()
+    registry.verified(A, LATER)
+    assert registry.servers(LATER) == (A,)
+    assert registry.announce(A, "token", LATER) == "listed"
+
+
+def test_a_refuted_announcement_is_dropped() -> None:
+    """A refuted announcement is dropped, and a later announcement is verified again."""
+    registry = Registry(0.0)
+    registry.announce(A, "token", LATER)
+    registry.refuted(A)
+    registry.verified(A, LATER)
+    assert registry.servers(LATER) == ()
+    assert registry.announce(A, "token", LATER) == "verify"
+
+
+def test_no_server_is_listed_after_the_start() -> None:
+    """A new registry lists no server until all servers of the fleet had time to announce themselves."""
+    registry = listing(A, now=0.1)
+    assert registry.servers(0.9 * STARTUP_DELAY_S) == ()
+    assert registry.servers(STARTUP_DELAY_S) == (A,)
+
+
+def test_no_server_is_listed_while_the_first_announcements_are_verified() -> None:
+    """A new registry lists no part of the fleet, but a URL without a response delays the list only for `TTL_S`."""
+    registry = listing(A, now=0.9 * STARTUP_DELAY_S)
+    registry.announce(B, "token", 0.9 * STARTUP_DELAY_S)
+    assert registry.servers(STARTUP_DELAY_S) == ()
+    registry.refuted(B)
+    assert registry.servers(STARTUP_DELAY_S) == (A,)
+    for now in (1.5 * TTL_S, TTL_S):
+        registry = listing(A, now=0.9 * TTL_S)
+        registry.announce(B, "token", 0.9 * TTL_S)
+        assert registry.servers(now) == (A,)
+
+
+def test_a_server_without_heartbeats_is_dropped() -> None:
+    """A server without heartbeats is dropped, and the other servers stay listed."""
+    registry = listing(A, B)
+    registry.announce(B, "token", LATER + TTL_S)
+    assert registry.servers(LATER + TTL_S) == (A, B)
+    assert registry.servers(LATER + 1.1 * TTL_S) == (B,)
+
+
+def test_a_restarted_server_replaces_its_former_process_when_it_is_verified() -> None:
+    """The former process of a restarted server stays listed until then, and cannot withdraw the new one."""
+    registry, restarted = listing(A), A._replace(instance="3")
+    assert registry.announce(restarted, "token", LATER) == "verify"
+    assert registry.servers(LATER) == (A,)
+    registry.verified(restarted, LATER)
+    assert registry.servers(LATER) == (restarted,)
+    assert not registry.withdraw(A.instance, "token")
+    assert registry.servers(LATER) == (restarted,)
+
+
+def test_a_late_verification_does_not_list_another_process() -> None:
+    """A verification that ends after the withdrawal does not list the restarted server."""
+    registry, restarted = Registry(0.0), A._replace(instance="3")
+    registry.announce(A, "token", LATER)
+    assert registry.withdraw(A.instance, "token")
+    registry.announce(restarted, "token", LATER)
+    registry.verified(A, LATER)
+    registry.refuted(A)
+    assert registry.servers(LATER) == ()
+    registry.verified(restarted, LATER)
+    assert registry.servers(LATER) == (restarted,)
+
+
+def test_only_the_same_token_withdraws() -> None:
+    """A server is withdrawn only with the token of its last announcement, and its process may change the token."""
+    registry = listing(A)
+    assert not registry.withdraw(A.instance, "other")
+    assert registry.servers(LATER) == (A,)
+    assert registry.announce(A, "other", LATER) == "listed"
+    assert not registry.withdraw(A.instance, "token")
+    assert registry.withdraw(A.instance, "other")
+
+
+def test_a_false_announcement_does_not_delay_the_server() -> None:
+    """A refuted announcement of a URL by another process does not affect the server at this URL."""
+    registry, false = Registry(0.0), A._replace(instance="3")
+    assert registry.announce(false, "other", LATER) == "verify"
+    assert registry.announce(A, "token", LATER) == "verify"
+    registry.verified(A, LATER)
+    registry.refuted(false)
+    assert registry.servers(LATER) == (A,)
+
+
+def test_the_name_of_an_instance_does_not_reveal_its_key() -> None:
+    """The public name of an instance does not contain its key, which proves that an announcement is genuine."""
+    assert instance_of("key") == instance_of("key") != instance_of("other key")
+    assert "key" not in instance_of("key")
+    assert len(instance_of("key")) == 32
+
+
+def test_a_withdrawn_server_is_not_listed() -> None:
+    """A withdrawn server is not listed, and may announce itself again."""
+    registry = listing(A, B)
+    assert registry.withdraw(A.instance, "token")
+    assert registry.servers(LATER) == (B,)
+    assert not registry.withdraw(A.instance, "token")
+    assert registry.announce(A, "token", LATER) == "verify"
+
+
+def test_servers_and_verifications_are_limited() -> None:
+    """At the limits, new announcements are refused, and heartbeats of listed servers are accepted."""
+    registry = Registry(0.0)
+    entries = [Entry(f"http://a:{port}", "1") for port in range(1, MAX_SERVERS + 2)]
+    for number, entry in enumerate(entries[:MAX_PENDING]):
+        assert registry.announce(entry, f"token {number // MAX_PENDING_PER_TOKEN}", LATER) == "verify"
+    for token in ("token 0", "another token"):
+        assert registry.announce(entries[MAX_PENDING], token, LATER) == "full"
+    for entry in entries[:MAX_PENDING]:
+        registry.verified(entry, LATER)
+    for number, entry in enumerate(entries[MAX_PENDING:MAX_SERVERS]):
+        assert registry.announce(entry, f"token {number % 5}", LATER) == "verify"
+        registry.verified(entry, LATER)
+    assert len(registry.servers(LATER)) == MAX_SERVERS
+    assert registry.announce(entries[-1], "token", LATER) == "full"
+    assert registry.announce(entries[0], "token", LATER) == "listed"
+    assert registry.announce(entries[0]._replace(instance="2"), "token", LATER) == "verify"
+
+
+def test_one_token_does_not_fill_the_list() -> None:
+    """A token at its limit can renew and restart its servers, and a change of the token does not evade the limit."""
+    registry = Registry(0.0)
+    entries = [Entry(f"http://a:{port}", "1") for port in range(1, MAX_SERVERS_PER_TOKEN + 2)]
+    *mine, further = entries
+    for entry in mine[:-1]:
+        registry.announce(entry, "token", LATER)
+        registry.verified(entry, LATER)
+    assert registry.announce(mine[-1], "token", LATER) == "verify"
+    assert registry.announce(mine[-1], "token", LATER) == "pending"
+    assert registry.announce(further, "token", LATER) == "full", "servers that are being verified count"
+    registry.verified(mine[-1], LATER)
+    assert registry.announce(mine[0], "token", LATER) == "listed"
+    restarted = mine[0]._replace(instance="2")
+    assert registry.announce(restarted, "token", LATER) == "verify"
+    registry.verified(restarted, LATER)
+    assert registry.announce(further, "other", LATER) == "verify"
+    registry.verified(further, LATER)
+    assert registry.announce(further, "token", LATER) == "full"
+    registry.withdraw("1", "token")
+    assert registry.announce(further, "token", LATER) == "listed"
+
+
+def test_the_longest_list_is_not_too_long_for_clients() -> None:
+    """Clients accept the longest list of a registry; a rejected list would hide all servers."""
+    longest = Entry(MAX_URL * "x", instance_of("key"))._asdict()
+    assert len(json.dumps({"servers": MAX_SERVERS * [longest]})) < MAX_JSON_BYTES
+
+
+entries = st.builds(Entry, st.sampled_from(["http://a", "http://b", "http://c"]), st.sampled_from("12"))
+owners = st.sampled_from(["x", "y"])
+
+
+class Announcements(RuleBasedStateMachine):
+    """Any sequence of events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = Registry(0.0)
+        self.now = 0.0
+        self.heartbeats: dict[Entry, float] = {}
+        self.verified_entries: set[Entry] = set()
+
+    @rule(entry=entries, owner=owners)
+    def announce(self, entry: Entry, owner: str) -> None:
+        """A server announces itself."""
+        outcome = self.registry.announce(entry, owner, self.now)
+        self.heartbeats[entry] = self.now
+        if outcome == "listed":
+            assert entry in self.registry.servers(max(self.now, STARTUP_DELAY_S)) or self.now < STARTUP_DELAY_S
+
+    @rule(entry=entries)
+    def verify(self, entry: Entry) -> None:
+        """A verification succeeds, possibly after a withdrawal or another announcement."""
+        self.registry.verified(entry, self.now)
+        self.verified_entries.add(entry)
+        self.heartbeats[entry] = self.now
+
+    @rule(entry=entries)
+    def refute(self, entry: Entry) -> None:
+        """A verification fails."""
+        self.registry.refuted(entry)
+
+    @rule(entry=entries, owner=owners)
+    def withdraw(self, entry: Entry, owner: str) -> None:
+        """A server stops: all that it announced with this token ends, and nothing else."""
+        before = set(self.registry.servers(self.now))
+        was_withdrawn = self.registry.withdraw(entry.instance, owner)
+        gone = before - set(self.registry.servers(self.now))
+        assert was_withdrawn or not gone
+        assert {other.instance for other in gone} <= {entry.instance}
+        assert not self.registry.withdraw(entry.instance, owner)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, TTL_S, 2 * TTL_S]))
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
+
+    @invariant()
+    def lists_verified_servers_with_heartbeats(self) -> None:
+        """One process for each URL."""
+        listed = self.registry.servers(self.now)
+        assert len({entry.url for entry in listed}) == len(listed)
+        for entry in listed:
+            assert entry in self.verified_entries
+            assert self.now - self.heartbeats[entry] <= TTL_S
+            assert self.now >= STARTUP_DELAY_S
+
+
+TestAnnouncements = Announcements.TestCase
+TestAnnouncements.settings = settings(max_examples=examples(60), stateful_step_count=40)
