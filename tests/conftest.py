@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,16 +86,23 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 class ServerProcess:
     """A separate ``teleloader-server`` process on a free port."""
 
-    def __init__(self, *arguments: str, folder: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        folder: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        python: str = sys.executable,
+    ) -> None:
         program = "from teleloader_server.cli import main; main()"
         everything = os.environ if environment is None else environment
         ours, theirs = os.pipe()
-        if can_launch(program, everything):
+        if not prefix and python == sys.executable and can_launch(program, everything):
             self.process: LaunchedProcess | subprocess.Popen[bytes] = launch(
                 program, arguments, folder, everything, 1, theirs
             )
         else:
-            command = [sys.executable, "-c", program, *arguments]
+            command = [*prefix, python, "-c", program, *arguments]
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stderr=theirs)
         os.close(theirs)
         self._stderr = os.fdopen(ours, errors="replace")

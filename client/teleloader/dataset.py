@@ -6,9 +6,12 @@ import logging
 import operator
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final, SupportsIndex, TypeVar
 from urllib.parse import urlsplit
 
@@ -16,7 +19,10 @@ from teleloader.api.backoff import Backoff
 from teleloader.api.control import Server, Unreached
 from teleloader.api.credentials import Credentials
 from teleloader.errors import exception_of
+from teleloader.fleet.servers import Servers, nearest
+from teleloader.fleet.trust import check_environment
 from teleloader.sampling import index_frame
+from teleloader.transport.interface import BatchServer
 from teleloader.transport.selection import server_at
 from teleloader_shared import local
 from teleloader_shared.codec import BatchId, Failure, Frame
@@ -37,26 +43,37 @@ DEFAULT_STALL_TIMEOUT: Final = 10.0
 logger = logging.getLogger("teleloader")
 
 _Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
 
 
 class RemoteDataset:
     """Dataset on a loader server, or on several servers that host the same dataset.
 
-    With several servers, consecutive batches are distributed over them: faster servers compute more batches, and a
-    request that takes too long is also sent to a second server. A failed server is taken out of rotation and retried
+    With several servers, blocks of batches are distributed over them in proportion to their speeds (in the first epoch:
+    to their numbers of workers). All clients request a block from the same server, which computes it once. A request
+    that takes too long is also sent to a second server. A failed server is taken out of rotation and retried
     periodically. (All shards of an iterable-style dataset are loaded by one server at a time.)
 
     Args:
-        url: URL of the server, such as ``"http://cpu-box:8000"``, or a sequence of URLs.
+        url: URL of the server, such as ``"http://cpu-box:8000"``, or a sequence of URLs, or a directory that lists
+            URLs: a function without arguments, ``"file:///shared/job.servers"`` (one URL per line),
+            ``"dns+http://name:8000"`` (the servers at all IP addresses of a DNS name), or
+            ``"registry+http://a:8000,b:8000"`` (the servers that announced themselves to these servers). Directories
+            are read every 0.5 s, and servers join and leave during training.
         name: Name of the dataset on the server. None (the default) selects the only dataset that the server hosts.
         token: Token that authenticates the client. None (the default) reads ``TELELOADER_TOKEN``, or the file that
             ``TELELOADER_TOKEN_FILE`` names. Prefer these variables: a token in a script ends up in its repository.
-        ca: File (PEM) of the CA that signed the certificate of an ``https://`` server. None (the default) reads
-            ``TELELOADER_CA``, or uses the CAs of the system.
+        ca: File (PEM) of the CA that signed the certificate of an ``https://`` server, or the PEM text itself. None
+            (the default) reads ``TELELOADER_CA``, or uses the CAs of the system.
         cert: File (PEM) of a client certificate, if the server requires one. None (the default) reads
             ``TELELOADER_CERT``.
         key: File (PEM) of the certificate's key, if it is in a file of its own. None (the default) reads
             ``TELELOADER_KEY``.
+        trust_directory: Whether the client uses every server that a file, DNS name or registry lists; these servers
+            receive the token. By default (False), servers on other machines require an ``https://`` URL and a `ca`
+            (with ``"dns+https://name"``: a certificate for the name). Servers that a function returns are always used.
+        allow_mixed_environments: Whether to use servers with other versions of Python, NumPy or torch than most
+            servers, whose batches could have other bits; False by default.
         reconnect_timeout: Seconds for which requests are retried while no server responds; 60 by default, 0 does not
             retry.
         stall_timeout: Seconds without a received byte after which the client checks the health of a server, and counts
@@ -65,13 +82,14 @@ class RemoteDataset:
     Raises:
         ServerUnavailable: If no server responded within `reconnect_timeout`.
         UnknownDataset: If a server hosts no dataset of that name; with ``name=None``, if it hosts none or several.
-        DatasetChanged: If the servers host different data.
+        DatasetChanged: If the servers host different data, or if only servers of another environment respond.
         Unauthorized: If a server requires a token, and no token or an invalid one was provided.
         Forbidden: If the token does not permit access to this dataset.
-        TlsError: If the certificate of a server cannot be verified, or a certificate file cannot be loaded.
+        TlsError: If the certificate of a server cannot be verified, a certificate file cannot be loaded, or a directory
+            lists only servers that require ``trust_directory=True``.
         ProtocolError: If the responses are not those of a loader server.
-        ValueError: If a URL is not an HTTP URL or contains a password, no URL is given, the token is malformed or its
-            file cannot be read, or `stall_timeout` is not positive.
+        ValueError: If `url` is neither HTTP URLs nor a directory, a URL contains a password, no URL is given, the token
+            is malformed or its file cannot be read, or `stall_timeout` is not positive.
 
     Example:
         >>> dataset = RemoteDataset("http://cpu-box:8000", "train")  # doctest: +SKIP
@@ -80,32 +98,34 @@ class RemoteDataset:
 
     def __init__(
         self,
-        url: str | Sequence[str],
+        url: str | Sequence[str] | Callable[[], Iterable[str]],
         name: str | None = None,
         *,
         token: str | None = None,
         ca: str | None = None,
         cert: str | None = None,
         key: str | None = None,
+        trust_directory: bool = False,
+        allow_mixed_environments: bool = False,
         reconnect_timeout: float = DEFAULT_RECONNECT_TIMEOUT,
         stall_timeout: float = DEFAULT_STALL_TIMEOUT,
     ) -> None:
         token = None if token is None else Secret(token)  # first: tracebacks of later errors must not show it
-        several: Any = url if isinstance(url, Sequence) and not isinstance(url, str) else [url]
-        urls = list(dict.fromkeys(several))
-        if not urls:
-            raise ValueError("empty list of server URLs: pass the URL of at least one server")
         if not stall_timeout > 0:
             raise ValueError(f"stall_timeout must be greater than 0 seconds, got {stall_timeout!r}")
         credentials = Credentials(token, ca, cert, key)
-        self.servers = tuple(server_at(url, stall_timeout, credentials) for url in urls)
+        connect = partial(server_at, timeout=stall_timeout, credentials=credentials)
+        self.servers = Servers(url, connect, credentials, trust_directory=trust_directory)
         self.reconnect_timeout = reconnect_timeout
+        self.environment: str | None = None
+        """Versions of libraries that all servers must have: those of most servers. None to accept any."""
+        self._allow_mixed_environments = allow_mixed_environments
         self._info = self._persistently(lambda: self._found(name))
 
     @property
     def url(self) -> str:
-        """Server URL; with several servers, the URL of the first one."""
-        return self.servers[0].url
+        """Server URL; with several servers, the URL of the first one without an error; the address of a directory."""
+        return self.servers.description
 
     @property
     def is_here(self) -> bool:
@@ -116,7 +136,7 @@ class RemoteDataset:
     def info(self) -> DatasetInfo:
         """Dataset description, fetched at construction; if the server runs in this process, fetched at each access."""
         if self.is_here:
-            self._info = self._persistently(lambda: self.servers[0].dataset(self._info.name))
+            self._info = self._persistently(lambda: self.servers.require()[0].dataset(self._info.name))
         return self._info
 
     @property
@@ -184,8 +204,8 @@ class RemoteDataset:
         """
 
         def request() -> Frame:
-            number, registered = self._register(spec)
-            server, batch_id = self.servers[number], BatchId(registered.key, epoch, k)
+            server, registered = self._register(spec, epoch)
+            batch_id = BatchId(registered.key, epoch, k)
             try:
                 listed = None if indices is None else index_frame(batch_id, indices)
                 frame = server.batch(batch_id, listed, consumer=consumer)
@@ -200,67 +220,97 @@ class RemoteDataset:
     def __repr__(self) -> str:
         if not hasattr(self, "_info"):  # __init__ failed, and an error reporter prints the object
             return "<RemoteDataset, not connected>"
-        where = [server.url for server in self.servers]
-        return f"RemoteDataset({where[0] if len(where) == 1 else where!r}, {self.name!r})"
+        return f"RemoteDataset({self.servers!r}, {self.name!r})"
 
-    def register(self, spec: LoaderSpec) -> tuple[int, Registration]:
+    def register(self, spec: LoaderSpec, epoch: int) -> tuple[BatchServer, Registration]:
         """Register a loader with the first server that accepts it; servers without a recent error are tried first.
 
+        Args:
+            spec: Specification of the loader.
+            epoch: Epoch to load.
+
         Returns:
-            Index of the server in `servers`, and its response.
+            The server, and its response.
 
         Raises:
             ServerUnavailable: If no server responds.
             DatasetChanged: If the servers host data with another fingerprint than that of `spec`.
             VersionMismatch: If the server uses another version of the protocol.
         """
-        return self._persistently(lambda: self._register(spec))
+        return self._persistently(lambda: self._register(spec, epoch))
 
-    def _register(self, spec: LoaderSpec) -> tuple[int, Registration]:
+    def _register(self, spec: LoaderSpec, epoch: int) -> tuple[BatchServer, Registration]:
+        servers = self.servers.require()
+        try:
+            return self._register_at(servers, spec, epoch)
+        except ServerUnavailable:
+            raise
+        except TeleloaderError:
+            self.servers.refresh()  # other servers may have replaced these
+            if self.servers.known == servers:
+                raise
+            return self._register_at(self.servers.known, spec, epoch)
+
+    def _register_at(
+        self, known: tuple[BatchServer, ...], spec: LoaderSpec, epoch: int
+    ) -> tuple[BatchServer, Registration]:
         errors: list[TeleloaderError] = []
         news: list[TeleloaderError] = []
-        count = len(self.servers)
-        in_turn = [(spec.rank + i) % count for i in range(count)]  # distributes the shards of the ranks over servers
-        for number in sorted(in_turn, key=lambda number: self.servers[number].last_error is not None):
-            server = self.servers[number]
+        servers = nearest(known, replace(spec, fingerprint=None).key)
+        first = spec.rank % len(servers)  # distributes the shards of the ranks over servers
+        for server in sorted(servers[first:] + servers[:first], key=lambda server: server.last_error is not None):
             try:
-                registered = server.register(spec)
+                registered = server.register(spec, epoch)
+                check_environment(server.url, registered.environment, self.environment)
             except TeleloaderError as error:
                 if server.last_error is None:
                     news.append(error)
                 server.last_error = ServerUnavailable if isinstance(error, ServerUnavailable) else type(error)
+                self.servers.failed(server.url)
                 errors.append(error)
                 continue
             for problem in news:
                 logger.warning("%s; using another server", problem)
-            return number, registered
+            return server, registered
         raise _final(errors)
 
     def _found(self, name: str | None) -> DatasetInfo:
         """Return the description of the dataset; raise DatasetChanged if the available servers host different data."""
         hosted: list[tuple[Server, DatasetInfo]] = []
         missing: list[TeleloaderError] = []
-        for server, response in zip(self.servers, _concurrently(_datasets_of, self.servers), strict=True):
+        servers = nearest(self.servers.require(), consumers_prefix())
+        # a directory may list servers of other users, whose errors must not stop the client
+        tolerated = (TeleloaderError,) if self.servers.is_dynamic else (ServerUnavailable, ProtocolError)
+        responses = _concurrently(partial(_info_at, name=name, tolerated=tolerated), servers)
+        for server, response in zip(servers, responses, strict=True):
             if isinstance(response, TeleloaderError):
                 server.last_error = type(response)
                 missing.append(response)
             else:
                 server.succeeded()
-                hosted.append((server, _select(server, name, response)))
+                self.servers.learn(server.url, response.ports)
+                hosted.append((server, response))
         if not hosted:
             raise _final(missing)
-        for error in missing:
-            logger.warning("%s; using the other servers, and retrying this one periodically", error)
         if len({info.fingerprint for _, info in hosted}) > 1:
             each = "; ".join(
                 f"{server.url} has {info.name!r} with length {info.length}, version {info.version!r}, fingerprint "
                 f"{info.fingerprint}"
                 for server, info in hosted
             )
-            raise DatasetChanged(
+            changed = DatasetChanged(
                 f"the servers host different data: {each}. Host the same data on all servers, or remove URLs"
             )
-        return hosted[0][1]
+            if not self.servers.is_dynamic:
+                raise changed
+            missing.append(changed)
+        for error in missing:
+            logger.warning("%s; using the other servers, and retrying this one periodically", error)
+        fingerprint = _most_common(info.fingerprint for _, info in hosted)
+        usable = [info for _, info in hosted if info.fingerprint == fingerprint]
+        if not self._allow_mixed_environments:
+            self.environment = self.environment or _most_common(info.environment for info in usable)
+        return usable[0]
 
     def _persistently(self, request: Callable[[], _Result]) -> _Result:
         """Call `request`; retry for `reconnect_timeout` while no server responds, for example during a restart."""
@@ -278,7 +328,7 @@ class RemoteDataset:
 
     def _hint(self) -> str:
         """Return advice for the error message of a connection that could not be established."""
-        here = all(urlsplit(server.url).hostname in ("localhost", "127.0.0.1", "::1") for server in self.servers)
+        here = all(urlsplit(server.url).hostname in ("localhost", "127.0.0.1", "::1") for server in self.servers.known)
         others = "" if here else " A server without --host accepts only local connections."
         return f". Check that teleloader-server is running, and that the URL is correct.{others}"
 
@@ -288,15 +338,24 @@ def consumers_prefix() -> str:
     return f"{socket.gethostname()}:{os.getpid()}/"
 
 
+def _most_common(values: Iterable[_Value]) -> _Value:
+    """Return the value that most servers have; the first one of equally common values."""
+    ((value, _),) = Counter(values).most_common(1)
+    return value
+
+
 def _final(errors: list[TeleloaderError]) -> TeleloaderError:
     """Return the first error that a retry cannot resolve, or else the first error."""
     return next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
 
 
-def _datasets_of(server: Server) -> list[DatasetInfo] | ServerUnavailable | ProtocolError:
+def _info_at(
+    server: Server, name: str | None, tolerated: tuple[type[TeleloaderError], ...]
+) -> DatasetInfo | TeleloaderError:
+    """Return the description of the dataset on a server, or the error if it is of a tolerated type."""
     try:
-        return server.datasets()
-    except (ServerUnavailable, ProtocolError) as error:
+        return _select(server, name, server.datasets())
+    except tolerated as error:
         return error
 
 

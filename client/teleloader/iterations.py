@@ -19,10 +19,11 @@ from teleloader.sampling import IndexLists
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.placement import Placement
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import tracing
 from teleloader_shared.errors import ProtocolError
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
 
@@ -89,8 +90,9 @@ class Start:
         return self._iteration(dataset, spec, progress, receiver, stager, length)
 
     def _open_remote(self, dataset: RemoteDataset) -> Iteration:
-        server, registered = dataset.register(self._spec_to_register)
-        spec, order, epoch = replace(self.spec, fingerprint=registered.fingerprint), self.order, self.position.epoch
+        order, epoch = self.order, self.position.epoch
+        server, registered = dataset.register(self._spec_to_register, epoch)
+        spec = replace(self.spec, fingerprint=registered.fingerprint)
         keeps_dataset = self.keeps_workers or registered.num_workers == 0
         progress, stop = self._progress(spec, registered.length, keeps_dataset=keeps_dataset)
         previous_states = self.previous_states if keeps_dataset and order.has_shards else None
@@ -107,8 +109,10 @@ class Start:
             registered.num_workers,
             adaptive=order.adaptive,
             shards=spec.shards if order.has_shards else 0,
-            # a shard is iterated by a worker of one server, so its batches cannot be distributed
-            servers=1 if order.has_shards else len(dataset.servers),
+            name=server.url,
+            batch_rate=registered.batch_rate,
+            loader=registered.key,
+            epoch=epoch,
         )
         buffers = self.placement.buffers()
         options = FetchOptions(
@@ -121,6 +125,7 @@ class Start:
             device=self.placement.device,
             max_batch_bytes=self.max_batch_bytes,
             reconnect_timeout=dataset.reconnect_timeout,
+            environment=dataset.environment,
             trace=IterationTrace(registered.key, epoch) if tracing.is_on() else None,
         )
         measures = Measures(epoch, buffers, self.before.report())
@@ -135,7 +140,7 @@ class Start:
         if self.previous_states is None or not (self.keeps_workers and self.order.has_shards):
             return self.spec
         shards = DeliveredShards(self.spec, self.position.epoch - 1, self.previous_states)
-        shards.request(Range(0, self.spec.shards, 0))
+        shards.request(BatchRequest(BatchRanges(range(self.spec.shards))))
         return shards.spec
 
     @property

@@ -20,7 +20,7 @@ from teleloader.hosting import load_in_process
 from teleloader.tensors.memory import HostBuffers, pageable_memory
 from teleloader.tensors.output import choose_output
 from teleloader.transport.interface import BatchServer, TransportError
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader.transport.selection import fakes, server_at
 from teleloader.transport.tracing import RequestTrace
 from teleloader_shared import codec, local
@@ -28,6 +28,7 @@ from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, Batc
 from teleloader_shared.errors import DatasetChanged, ProtocolError, ServerUnavailable, UnknownDataset, UnknownLoader
 from teleloader_shared.messages import ConsumerReport, DatasetInfo, Registration
 from teleloader_shared.orders.plan import Plan
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
 _numbers = itertools.count()
@@ -114,8 +115,10 @@ class FakeServer:
 
 
 class _InProcessServer(BatchServer):
-    def __init__(self, fake: FakeServer, url: str, timeout: float, credentials: Credentials) -> None:
-        super().__init__(url, timeout, credentials)
+    def __init__(
+        self, fake: FakeServer, url: str, timeout: float, credentials: Credentials, server_name: str | None
+    ) -> None:
+        super().__init__(url, timeout, credentials, server_name)
         self._running = fake
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -137,7 +140,7 @@ class _InProcessServer(BatchServer):
                 return info
         raise UnknownDataset(f"unknown dataset {name!r}: {self.url} hosts {', '.join(map(repr, self._fake._datasets))}")
 
-    def register(self, spec: LoaderSpec) -> Registration:
+    def register(self, spec: LoaderSpec, epoch: int) -> Registration:
         fake, info = self._fake, self.dataset(spec.dataset)
         if spec.fingerprint not in (None, info.fingerprint):
             raise DatasetChanged(
@@ -184,18 +187,18 @@ class _Connection:
     def __init__(self, server: _InProcessServer, key: str, epoch: int) -> None:
         self._server = server
         self._first = BatchId(key, epoch, 0)
-        self._wanted = Range(0, 0, 0)
+        self._wanted = BatchRequest(BatchRanges())
         self.trace: RequestTrace | None = None
         self.first_byte = 0
         self.is_usable = True
 
-    def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
+    def send(self, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:
         self._check()
         self._wanted, self.trace = wanted, trace
 
     def receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
         self._check()
-        start, listed = self._wanted.start, self._wanted.listed
+        start, listed = self._wanted.batches.start, self._wanted.listed
         if listed is not None:
             listed = listed[: codec.frame_size(listed[:PROLOGUE_SIZE])]
         try:

@@ -17,6 +17,7 @@ from teleloader_server.loading.index_lists import IndexMemory
 from teleloader_shared import codec
 from teleloader_shared.codec import BatchId, End, to_bytes
 from teleloader_shared.messages import DATASETS_PATH, HEALTH_PATH, LOADERS_PATH
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
 INFO = {
@@ -43,12 +44,12 @@ class Request:
         query = parse_qs(parts.query)
         _, _, _, self.key, _, epoch, _ = parts.path.split("/")
         self.epoch = int(epoch)
-        self.start = int(query["start"][0])
         lists = codec.read_all(IndexMemory(np.frombuffer(body, np.uint8)))
-        listed = [frame.content for frame in lists]
-        self.listed: dict[int, Any] | None = dict(enumerate(listed, self.start)) if listed else None
+        listed = {frame.batch_id.batch: frame.content for frame in lists}
+        self.listed: dict[int, Any] | None = listed or None
         """What the batches hold, where the client says it."""
-        self.stop = self.start + len(listed) if listed else int(query["stop"][0])
+        self.batches = BatchRanges.of(listed) if listed else BatchRanges.parse(query["ranges"][0])
+        self.start, self.stop = self.batches.start, self.batches.stop
         self.number = number
         """How many such requests came before it."""
 
@@ -64,7 +65,7 @@ class Request:
     def right(self) -> bytes:
         """The right answer."""
         over = BATCHES if self.listed is None else self.stop
-        return b"".join(self.frame(k) if k < over else self.end(k) for k in range(self.start, self.stop))
+        return b"".join(self.frame(k) if k < over else self.end(k) for k in self.batches)
 
 
 class _Server(ThreadingHTTPServer):
@@ -84,6 +85,7 @@ def fake_server(
     touched: Callable[[], int] = lambda: 200,
     checked: Callable[[], object] = lambda: None,
     num_workers: int = 1,
+    environment: str | None = None,
 ) -> Iterator[str]:
     """A server with one dataset, of 8 samples unless told otherwise; yields its URL.
 
@@ -95,9 +97,10 @@ def fake_server(
         touched: The status of the answer to a session's sign of life.
         checked: Called before each health check is answered.
         num_workers: How many workers it says it has.
+        environment: Library versions that it reports.
     """
     server = _Server(
-        ("127.0.0.1", 0), _handler(answer, info, session_ended, registering, touched, checked, num_workers)
+        ("127.0.0.1", 0), _handler(answer, info, session_ended, registering, touched, checked, num_workers, environment)
     )
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -117,6 +120,7 @@ def _handler(  # noqa: C901 - a class
     touched: Callable[[], int],
     checked: Callable[[], object],
     num_workers: int,
+    environment: str | None,
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -125,7 +129,7 @@ def _handler(  # noqa: C901 - a class
 
         def do_GET(self) -> None:
             if self.path == DATASETS_PATH:
-                self.reply(200, json.dumps([info]).encode())
+                self.reply(200, json.dumps([{**info, "environment": environment}]).encode())
             elif self.path == HEALTH_PATH:
                 checked()
                 self.reply(200, b"{}")
@@ -136,12 +140,15 @@ def _handler(  # noqa: C901 - a class
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            if self.path == LOADERS_PATH and (status := registering()) != 200:
+            is_registration = self.path.partition("?")[0] == LOADERS_PATH
+            is_hosted = not is_registration or json.loads(body)["dataset"] == info["name"]
+            if not is_hosted:
+                self.reply(404, b'{"code": "UnknownDataset", "detail": "unknown dataset"}')
+            elif is_registration and (status := registering()) != 200:
                 self.reply(status, b"<html>a proxy's page</html>")
-            elif self.path == LOADERS_PATH:
-                self.reply(
-                    200, json.dumps(_registered(LoaderSpec.from_json(json.loads(body)), info, num_workers)).encode()
-                )
+            elif is_registration:
+                registered = _registered(LoaderSpec.from_json(json.loads(body)), info, num_workers)
+                self.reply(200, json.dumps({**registered, "environment": environment}).encode())
             else:
                 self.answer(body)
 

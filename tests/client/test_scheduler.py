@@ -8,37 +8,42 @@ from hypothesis import strategies as st
 
 from teleloader.fetch.scheduler import (
     COVERED_BYTES,
-    HEDGE_LEAST,
     HEDGE_UNKNOWN,
     MAX_WINDOW,
-    MIN_COOLDOWN_S,
     RangeScheduler,
 )
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader_shared.messages import READY_BYTES
+from teleloader_shared.ranges import BatchRanges
 from tests.conftest import examples
 
 FOR_EVER = 2**62
 
+
+def request(start: int, stop: int, ahead: int) -> BatchRequest:
+    """Return a request for the batches [start, stop)."""
+    return BatchRequest(BatchRanges(range(start, stop)), ahead)
+
+
 fixed = settings(max_examples=examples(60))
 
 
-def ranges(scheduler: RangeScheduler) -> list[Range]:
+def ranges(scheduler: RangeScheduler) -> list[BatchRequest]:
     """All that may be asked for now."""
     found = []
-    while (wanted := scheduler.next_range()) is not None:
+    while (wanted := scheduler.next_request()) is not None:
         found.append(wanted)
     return found
 
 
 def spans(scheduler: RangeScheduler) -> list[tuple[int, int]]:
     """The same, without what is wanted ahead of it."""
-    return [(wanted.start, wanted.stop) for wanted in ranges(scheduler)]
+    return [(wanted.batches.start, wanted.batches.stop) for wanted in ranges(scheduler)]
 
 
 def fast_loop(scheduler: RangeScheduler) -> None:
     """A small batch arrives, and the loop takes 2,000 of them a second."""
-    scheduler.next_range()
+    scheduler.next_request()
     scheduler.arrived(1, 4096)
     scheduler.paced(0.0)
     scheduler.taken = 200
@@ -51,25 +56,25 @@ def fast_loop(scheduler: RangeScheduler) -> None:
 def test_the_first_answers_are_single_batches() -> None:
     """Until the size of a batch is known, it may be large."""
     scheduler = RangeScheduler(0, 100, prefetch_factor=2, num_workers=2)
-    assert ranges(scheduler) == [Range(0, 1, 2), Range(1, 2, 2), Range(2, 3, 2), Range(3, 4, 2)]
+    assert ranges(scheduler) == [request(0, 1, 2), request(1, 2, 2), request(2, 3, 2), request(3, 4, 2)]
 
 
 def test_small_batches_travel_together() -> None:
     """Once they are known to be small."""
     scheduler = RangeScheduler(0, 10_000, prefetch_factor=100)
-    scheduler.next_range()
+    scheduler.next_request()
     scheduler.arrived(1, 4096)
     scheduler.taken = 1
-    assert ranges(scheduler)[0] == Range(1, 101, 100)
+    assert ranges(scheduler)[0] == request(1, 101, 100)
 
 
 def test_large_batches_travel_alone() -> None:
     """One to an answer, so that several connections carry several."""
     scheduler = RangeScheduler(0, 100, prefetch_factor=4)
-    scheduler.next_range()
+    scheduler.next_request()
     scheduler.arrived(1, READY_BYTES)
     scheduler.taken = 1
-    assert [wanted.stop - wanted.start for wanted in ranges(scheduler)] == [1, 1, 1, 1]
+    assert [len(wanted.batches) for wanted in ranges(scheduler)] == [1, 1, 1, 1]
 
 
 def test_after_a_break_what_has_not_arrived_is_asked_for_again() -> None:
@@ -106,7 +111,7 @@ def test_a_fast_loop_is_given_more() -> None:
 def test_a_fast_loop_of_large_batches_is_not_given_all_memory() -> None:
     """The window covers so many bytes at most."""
     scheduler = RangeScheduler(0, 10**6, prefetch_factor=2)
-    scheduler.next_range()
+    scheduler.next_request()
     scheduler.arrived(1, COVERED_BYTES // 3)
     scheduler.paced(0.0)
     scheduler.taken = 1000
@@ -117,7 +122,7 @@ def test_a_fast_loop_of_large_batches_is_not_given_all_memory() -> None:
 def test_what_may_look_at_the_training_is_not_fetched_further_ahead() -> None:
     """Not adaptive: the window is prefetch_factor * num_workers however fast the loop is, and no work goes beyond."""
     scheduler = RangeScheduler(0, 10**6, prefetch_factor=2, num_workers=3, adaptive=False)
-    assert ranges(scheduler) == [Range(k, k + 1, 0) for k in range(6)]
+    assert ranges(scheduler) == [request(k, k + 1, 0) for k in range(6)]
     fast_loop(scheduler)
     assert scheduler.window == 6
     assert [wanted.ahead for wanted in ranges(scheduler)] == [0]
@@ -127,23 +132,20 @@ def test_shards_are_asked_one_range_after_another() -> None:
     """Two requests may overtake each other, and no shard goes back; what the window allows is made ahead instead."""
     scheduler = RangeScheduler(0, FOR_EVER, prefetch_factor=2, num_workers=3, adaptive=False, shards=3)
     assert scheduler.connections == 1
-    assert scheduler.next_range() == Range(0, 1, 5)
+    assert scheduler.next_request() == request(0, 1, 5)
     assert RangeScheduler(0, 9, prefetch_factor=2, num_workers=3).connections == 2
-
-
-# --- Several servers ----------------------------------------------------------------------------------------------
 
 
 def test_no_batch_is_requested_above_the_memory_limit_but_those_that_are_needed() -> None:
     """A saved state may need the first batch of each shard, which the training loop does not take meanwhile."""
     scheduler = RangeScheduler(0, 100, 2, 4, adaptive=True, shards=4)
     scheduler.over_memory = True
-    assert scheduler.next_range() is None
+    assert scheduler.next_request() is None
     scheduler.needed = 4
     for batch in range(4):
-        assert scheduler.next_range() == Range(batch, batch + 1, 7 - batch)
+        assert scheduler.next_request() == request(batch, batch + 1, 7 - batch)
         scheduler.arrived(1, 2**30)
-    assert scheduler.next_range() is None
+    assert scheduler.next_request() is None
 
 
 def test_needed_batches_may_exceed_the_prefetch_window() -> None:
@@ -151,138 +153,10 @@ def test_needed_batches_may_exceed_the_prefetch_window() -> None:
     scheduler = RangeScheduler(0, 100, 1, 2, adaptive=False, shards=8)
     scheduler.needed = 8
     for _ in range(8):
-        assert scheduler.next_range() is not None
+        assert scheduler.next_request() is not None
         scheduler.arrived(1, 2**30)
     assert scheduler.received == 8
-    assert scheduler.next_range() is None
-
-
-def answer(scheduler: RangeScheduler, server: int, now: float, *, times: int = 1) -> None:
-    """The server is asked, and answers after 10 ms."""
-    for i in range(times):
-        wanted = scheduler.next_range(server, now + i)
-        assert wanted is not None
-        scheduler.arrived(wanted.stop - wanted.start, READY_BYTES, server, now + i + 0.01)
-        scheduler.taken = scheduler.received
-
-
-def of_two(num_workers: int = 3) -> RangeScheduler:
-    """A pass over two servers, of which it is known that they answer within 10 ms."""
-    scheduler = RangeScheduler(0, 1000, prefetch_factor=2, num_workers=num_workers, servers=2)
-    answer(scheduler, 0, 0.0, times=20)
-    return scheduler
-
-
-def test_consecutive_ranges_go_to_whichever_server_asks() -> None:
-    """Each is given as many batches as it has workers; none is made ahead, for it may be another server's."""
-    scheduler = RangeScheduler(0, 1000, prefetch_factor=2, num_workers=3, servers=2)
-    scheduler.joined(1, 2)
-    wanted = [scheduler.next_range(server) for server in (0, 1, 1, 0)]
-    assert wanted == [Range(0, 3, 0), Range(3, 5, 0), Range(5, 7, 0), Range(7, 10, 0)]
-    assert scheduler.window == 10
-
-
-def test_what_a_lost_server_was_asked_for_is_asked_of_another() -> None:
-    """Before anything else, and without what has arrived of it."""
-    scheduler = of_two()
-    at = scheduler.taken
-    scheduler.next_range(0, 30.0)
-    scheduler.next_range(1, 30.0)
-    scheduler.arrived(1, READY_BYTES, 0, 30.01)
-    scheduler.disconnected(0)
-    assert scheduler.next_range(1, 30.02) == Range(at + 1, at + 3, 0)
-    assert scheduler.next_range(1, 30.02) == Range(at + 6, at + 9, 0)
-
-
-def test_an_ask_that_holds_the_loop_up_is_hedged() -> None:
-    """Once it takes longer than most, of a server that has nothing else to do; the first answer counts."""
-    scheduler = of_two()
-    at = scheduler.taken
-    held = scheduler.next_range(0, 30.0)
-    assert held is not None
-    while scheduler.next_range(1, 30.0) is not None:
-        scheduler.arrived(3, READY_BYTES, 1, 30.01)
-    assert scheduler.next_range(1, 30.0 + 0.9 * HEDGE_LEAST) is None
-    assert not scheduler.has_work(1, 30.0 + 0.9 * HEDGE_LEAST)
-    late = 30.0 + 1.1 * HEDGE_LEAST
-    assert not scheduler.has_work(0, late), "the one that is late is not asked twice"
-    assert scheduler.has_work(1, late)
-    assert scheduler.next_range(1, late) == held
-    assert scheduler.next_range(1, late) is None
-    scheduler.arrived(3, READY_BYTES, 1, late)
-    assert scheduler.received > at
-    assert not scheduler.is_missing(at)
-    before = scheduler.received
-    assert scheduler.arrived(1, READY_BYTES, 0, late) is None, "nothing is left to ask of it"
-    assert scheduler.received == before
-
-
-def test_a_hedge_that_is_lost_is_asked_again() -> None:
-    """As long as the first one is held up."""
-    scheduler = of_two()
-    held = scheduler.next_range(0, 30.0)
-    while scheduler.next_range(1, 30.0) is not None:
-        scheduler.arrived(3, READY_BYTES, 1, 30.01)
-    for late in (31.0, 32.0):
-        assert scheduler.next_range(1, late) == held
-        scheduler.disconnected(1)
-
-
-def test_an_ask_that_holds_nobody_up_is_not_hedged() -> None:
-    """The next batch of the loop is what counts."""
-    scheduler = of_two()
-    scheduler.next_range(1, 30.0)
-    scheduler.next_range(0, 30.0)
-    scheduler.arrived(3, READY_BYTES, 1, 30.01)
-    scheduler.taken = scheduler.received - 1
-    while scheduler.next_range(1, 30.02) is not None:
-        scheduler.arrived(3, READY_BYTES, 1, 30.02)
-    late = scheduler.next_range(1, 40.0)
-    assert late is not None, "now it does: what the other one was asked for comes next"
-    assert late.start == scheduler.received
-
-
-def test_until_it_is_known_how_long_answers_take_an_ask_is_hedged_late() -> None:
-    """The first answers of a server that has only started take long."""
-    scheduler = RangeScheduler(0, 100, prefetch_factor=1, num_workers=1, servers=2)
-    scheduler.next_range(0, 0.0)
-    scheduler.next_range(1, 0.0)
-    scheduler.arrived(1, READY_BYTES, 1, 0.1)
-    assert scheduler.next_range(1, 0.9 * HEDGE_UNKNOWN) is None
-    assert scheduler.next_range(1, HEDGE_UNKNOWN) == Range(0, 1, 0)
-
-
-def be_late(scheduler: RangeScheduler, now: float) -> float:
-    """Server 0 answers when server 1 has answered the same already; when that is."""
-    scheduler.next_range(0, now)
-    while scheduler.next_range(1, now) is not None:
-        scheduler.arrived(3, READY_BYTES, 1, now)
-    now += 1.0
-    scheduler.next_range(1, now)
-    scheduler.arrived(3, READY_BYTES, 1, now)
-    scheduler.taken = scheduler.received
-    scheduler.arrived(3, READY_BYTES, 0, now)
-    return now
-
-
-def test_a_server_that_is_too_slow_is_not_left_when_it_is_the_only_one() -> None:
-    """Slow is better than nothing."""
-    scheduler = of_two()
-    now = be_late(scheduler, 30.0)
-    assert scheduler.next_range(0, now) is None
-    scheduler.disconnected(1)
-    assert scheduler.next_range(0, now) is not None
-
-
-def test_a_server_that_is_too_slow_is_left_and_tried_again() -> None:
-    """For longer each time in a row."""
-    scheduler = of_two()
-    now = 30.0
-    for rest in (MIN_COOLDOWN_S, 2 * MIN_COOLDOWN_S):
-        now = be_late(scheduler, now)
-        assert scheduler.next_range(0, now + 0.9 * rest) is None
-        now += rest
-    assert scheduler.next_range(0, now) is not None
+    assert scheduler.next_request() is None
 
 
 # --- An end that shows on the way ---------------------------------------------------------------------------------
@@ -305,7 +179,7 @@ def test_work_ahead_does_not_go_beyond_what_is_known() -> None:
     """Nobody can make a batch of indices that are not drawn yet."""
     scheduler = RangeScheduler(0, 0, prefetch_factor=2, num_workers=4)
     scheduler.extend(2)
-    assert ranges(scheduler) == [Range(0, 1, 1), Range(1, 2, 0)]
+    assert ranges(scheduler) == [request(0, 1, 1), request(1, 2, 0)]
 
 
 def test_the_epoch_ends_when_each_shard_has_ended() -> None:
@@ -348,11 +222,9 @@ figures = st.tuples(st.integers(1, 8), st.integers(0, 8), st.booleans())
 def made(start: int, stop: int, figures: Figures, shards: int = 0, servers: int = 1) -> RangeScheduler:
     """A scheduler with those figures."""
     prefetch_factor, num_workers, adaptive = figures
-    scheduler = RangeScheduler(
-        start, stop, prefetch_factor, num_workers, adaptive=adaptive, shards=shards, servers=servers
-    )
-    for server in range(servers):
-        scheduler.joined(server, num_workers)
+    scheduler = RangeScheduler(start, stop, prefetch_factor, num_workers, adaptive=adaptive, shards=shards)
+    for _ in range(servers - 1):
+        scheduler.joined(scheduler.add_server(), num_workers)
     return scheduler
 
 
@@ -367,7 +239,7 @@ class Game:
         self.arrived: set[int] = set()
         self._figures = figures
         self._data = data
-        self._in_flight: list[list[Range]] = [[] for _ in range(servers)]
+        self._in_flight: list[list[BatchRequest]] = [[] for _ in range(servers)]
         self._now = 0.0
 
     def step(self) -> list[int]:
@@ -378,10 +250,11 @@ class Game:
         for server, in_flight in enumerate(self._in_flight):
             while (
                 len(in_flight) < scheduler.connections
-                and (wanted := scheduler.next_range(server, self._now)) is not None
+                and (wanted := scheduler.next_request(server, self._now)) is not None
             ):
                 in_flight.append(wanted)
         least = prefetch_factor * max(1, num_workers) * len(self._in_flight)
+        least *= 2 if adaptive and len(self._in_flight) > 1 else 1
         assert scheduler.window <= (max(MAX_WINDOW, least) if adaptive else least)
         asked = [server for server, in_flight in enumerate(self._in_flight) if in_flight]
         if not asked:
@@ -391,17 +264,18 @@ class Game:
         server = self._data.draw(st.sampled_from(asked))
         if self._data.draw(st.integers(0, 9)) == 9:
             self._in_flight[server].clear()
-            scheduler.disconnected(server)
+            scheduler.disconnected(server, self._now)
+            scheduler.joined(server, num_workers, now=self._now)
             return []
         return self._answer(server)
 
     def _answer(self, server: int) -> list[int]:
         scheduler, in_flight = self.scheduler, self._in_flight[server]
         first = in_flight[0]
-        assert first.stop + first.ahead <= scheduler.stop
+        assert first.batches.stop + first.ahead <= scheduler.stop
         if len(self._in_flight) > 1 or not (scheduler.adaptive or self._shards):
             assert first.ahead == 0
-        came = list(range(first.start, first.start + self._data.draw(st.integers(1, first.stop - first.start))))
+        came = list(first.batches)[: self._data.draw(st.integers(1, len(first.batches)))]
         new = [k for k in came if scheduler.is_missing(k)]
         assert not self.arrived.intersection(new)
         self.arrived.update(new)
@@ -411,7 +285,7 @@ class Game:
         if rest is None:
             in_flight.pop(0)
         else:
-            assert came[-1] < rest.start < rest.stop <= first.stop
+            assert came[-1] < rest.batches.start < rest.batches.stop <= first.batches.stop
             in_flight[0] = rest
         assert all(k in self.arrived for k in range(scheduler.taken, scheduler.received))
         scheduler.taken += self._data.draw(st.integers(0, scheduler.received - scheduler.taken))
@@ -477,9 +351,9 @@ def test_a_server_that_never_answers_holds_nobody_up(
     while not scheduler.finished:
         now += 2 * HEDGE_UNKNOWN
         assert now < 1000 * HEDGE_UNKNOWN * length, "nothing comes any more"
-        scheduler.next_range(0, now)
+        scheduler.next_request(0, now)
         server = data.draw(st.integers(1, servers - 1))
-        wanted = scheduler.next_range(server, now)
+        wanted = scheduler.next_request(server, now)
         if wanted is not None:
             while wanted is not None:
                 wanted = scheduler.arrived(1, READY_BYTES, server, now)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +16,11 @@ import pytest
 
 from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable
 from teleloader.fetch import fetcher
+from teleloader.fetch.receiver import Receiver
+from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.transport import http
+from teleloader.transport.interface import BatchServer
+from teleloader.transport.request import BatchRequest
 from tests.client.fake_server import INFO, ITERABLE, Answer, Request, fake_server
 
 RIGHT = [[k, k, k] for k in range(8)]
@@ -33,23 +38,43 @@ def load(
 
 def test_a_hedge_that_breaks_is_asked_again() -> None:
     """A server is stuck in a batch, and the other one's answer to the same ask fails once."""
-    stuck, seen = threading.Event(), []
+    stuck = threading.Event()
+    times = itertools.count(1)
 
-    def steady(request: Request) -> bytes | int:
-        seen.append(request.start)
-        if request.start == 0 and seen.count(0) == 1:
-            return 503
-        if request.stop == 8:
-            stuck.set()
-        return request.right()
-
-    def hanging(request: Request) -> bytes:
+    def answer(request: Request) -> bytes | int:
+        """Get stuck at the first request for the first batch, fail at the second, and respond to the third."""
         if request.start == 0:
-            stuck.wait(30)
+            match next(times):
+                case 1:
+                    stuck.wait(30)
+                case 2:
+                    return 503
+                case _:
+                    stuck.set()
         return request.right()
 
-    assert load(hanging, steady, num_workers=1, timeout=20) == RIGHT
-    assert seen.count(0) == 2
+    assert load(answer, answer, num_workers=1, timeout=20) == RIGHT
+    assert stuck.is_set()
+    assert next(times) == 4
+
+
+def test_the_first_request_is_sent_when_all_servers_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the client would prefetch from the first server what is assigned to others."""
+    follow, first = Receiver.follow, list[int]()
+
+    def slow_follow(receiver: Receiver, servers: Sequence[BatchServer]) -> None:
+        time.sleep(0.2)
+        follow(receiver, servers)
+
+    def request(scheduler: RangeScheduler, server: int = 0, now: float = 0.0) -> BatchRequest | None:
+        first.append(len(scheduler._servers))
+        return next_request(scheduler, server, now)
+
+    next_request = RangeScheduler.next_request
+    monkeypatch.setattr(Receiver, "follow", slow_follow)
+    monkeypatch.setattr(RangeScheduler, "next_request", request)
+    assert load(Request.right, Request.right, Request.right) == RIGHT
+    assert first[0] == 3
 
 
 def test_index_lists_are_sent_whenever_a_batch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from teleloader.fetch.shards import DeliveredShards
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader_shared import codec, delivered
 from teleloader_shared.codec import BatchId, End, Failure, Frame, to_bytes
 from teleloader_shared.errors import StateMismatch
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import MAX_STATES, LoaderSpec
 from tests.server.bench import Bench
 
@@ -63,10 +64,10 @@ def test_shards_of_which_batches_were_requested_are_marked() -> None:
     """A shard with pending requests is marked with its last state, since a server may have fetched its samples."""
     spec = LoaderSpec(dataset="data", session="s", num_workers=3)
     shards = DeliveredShards(spec, 3, ["a", "b", None])
-    shards.request(Range(4, 5, 1))
+    shards.request(BatchRequest(BatchRanges(range(4, 5)), 1))
     assert json.loads(shards.spec.delivered or "") == [3, None, [1, 1, 0, "b"], [1, 1, 0, None]]
     raw = np.frombuffer(to_bytes(BatchId(spec.key, 3, 7), [1, 2], shard_state="c"), np.uint8)
-    shards.request(Range(6, 9, 0))
+    shards.request(BatchRequest(BatchRanges(range(6, 9)), 0))
     shards.add([codec.read(codec.Bits(raw))], raw)
     found = json.loads(shards.spec.delivered or "")
     assert [found[1], found[3]] == [[2, 2, 0, "a"], [1, 1, 0, None]]
@@ -77,10 +78,10 @@ def test_an_empty_shard_is_not_in_doubt_after_its_end() -> None:
     """An ended shard is not marked as requested: a server could not restore it, and its data is complete."""
     spec = LoaderSpec(dataset="data", session="s", num_workers=2)
     shards = DeliveredShards(spec, 0)
-    shards.request(Range(0, 2, 0))
+    shards.request(BatchRequest(BatchRanges(range(0, 2))))
     raw = np.frombuffer(to_bytes(BatchId(spec.key, 0, 1), End(0, replica=False)), np.uint8)
     shards.add([codec.read(codec.Bits(raw))], raw)
-    shards.request(Range(2, 4, 0))
+    shards.request(BatchRequest(BatchRanges(range(2, 4))))
     assert json.loads(shards.spec.delivered or "") == [0, [0, 0, 0, None], None]
 
 

@@ -383,7 +383,7 @@ def test_no_iterator_of_the_dataset_is_open_after_its_session() -> None:
 
     with FakeServer({"stream": Opened()}, before_batch=lambda *_: server.end_session(key)) as fake:
         server = server_at(fake.url, 10, Credentials())
-        key = server.register(LoaderSpec(dataset="stream", batch_size=4, num_workers=1, session="s")).key
+        key = server.register(LoaderSpec(dataset="stream", batch_size=4, num_workers=1, session="s"), 0).key
         with pytest.raises(UnknownLoader):
             server.batch(BatchId(key, 0, 0), consumer="test")
     assert not opened

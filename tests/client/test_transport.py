@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from teleloader.tensors.memory import HostBuffers
 from teleloader.testing import FakeServer
 from teleloader.transport import http
 from teleloader.transport.interface import BatchServer, Connection, TransportError
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader.transport.selection import server_at
 from teleloader.transport.tracing import RequestTrace
 from teleloader_server import serve
@@ -27,6 +28,7 @@ from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import BatchId, Frame
 from teleloader_shared.errors import ProtocolError, TeleloaderError, UnknownLoader
 from teleloader_shared.messages import ConsumerReport
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import need
 
@@ -68,43 +70,51 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 def connected(server: BatchServer, spec: LoaderSpec = SPEC) -> Connection:
     """Open a connection for a registered loader."""
-    return server.connect(server.register(spec).key, 0, "test", lambda: REPORT)
+    return server.connect(server.register(spec, 0).key, 0, "test", lambda: REPORT)
 
 
-def received(connection: Connection, wanted: Range, max_bytes: int = MAX_BYTES) -> list[Frame]:
+def received(connection: Connection, wanted: BatchRequest, max_bytes: int = MAX_BYTES) -> list[Frame]:
     """Return the frames of the response to one request."""
     connection.send(wanted)
     buffers = HostBuffers("numpy", BufferPool())
-    return list(codec.read_all(connection.receive(buffers, wanted.stop - wanted.start, max_bytes)))
+    return list(codec.read_all(connection.receive(buffers, len(wanted.batches), max_bytes)))
 
 
-def test_a_response_has_the_first_batches_of_its_range(transport: str) -> None:
+@pytest.mark.parametrize("batches", [BatchRanges(range(3)), BatchRanges(range(1), range(2, 4))], ids=str)
+def test_a_response_has_the_first_batches_of_its_request(transport: str, batches: BatchRanges) -> None:
     """A response has at least one batch, and only requested ones; further requests use the same connection."""
     with hosted(transport, list(range(8))) as server:
         connection = connected(server)
         found: list[Frame] = []
         while len(found) < 3:
-            frames = received(connection, Range(len(found), 3, 0))
+            frames = received(connection, BatchRequest(batches.within(batches[len(found)], batches.stop)))
             assert 0 < len(frames) <= 3 - len(found)
             assert connection.first_byte > 0
             found += frames
             assert connection.is_usable
         connection.close()
-    assert [frame.batch_id.batch for frame in found] == [0, 1, 2]
-    assert [frame.content.tolist() for frame in found] == [[0, 1], [2, 3], [4, 5]]
+    assert [frame.batch_id.batch for frame in found] == list(batches)
+    assert [frame.content.tolist() for frame in found] == [[2 * k, 2 * k + 1] for k in batches]
 
 
 def test_the_indices_of_a_client_side_sampler_are_sent(transport: str) -> None:
     """The request contains one frame of indices for each batch of the range."""
     spec = replace(SPEC, order="client", session="s", batch_size=1)
-    lists = {1: [7, 5], 2: [0, 0]}
+    lists = {1: [7, 5], 2: [0, 0], 9: [1]}
     with hosted(transport, list(range(8))) as server:
         connection = connected(server, spec)
-        listed = b"".join(index_frame(BatchId(server.register(spec).key, 0, k), lists[k]) for k in lists)
-        frames = received(connection, Range(1, 3, 0, listed))
+        listed = b"".join(index_frame(BatchId(server.register(spec, 0).key, 0, k), lists[k]) for k in lists)
+        frames = received(connection, BatchRequest(BatchRanges.of(lists), listed=listed))
         assert [frame.content.tolist() for frame in frames] == list(lists.values())[: len(frames)]
         connection.close()
-        server.end_session(server.register(spec).key)
+        server.end_session(server.register(spec, 0).key)
+
+
+def test_a_tls_connection_does_not_load_the_cas_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TLS connection uses the TLS context of the dataset's credentials, and creates none."""
+    monkeypatch.setattr(ssl, "_create_default_https_context", None)
+    connection = http._SecureConnection("a", server_at("https://a", 1.0, Credentials()))
+    assert (connection.host, connection.port) == ("a", 443)
 
 
 def test_a_connection_that_another_thread_breaks_raises(transport: str) -> None:
@@ -121,15 +131,15 @@ def test_a_connection_that_another_thread_breaks_raises(transport: str) -> None:
         thread = threading.Thread(target=abort)
         thread.start()
         with pytest.raises(TransportError):
-            received(connection, Range(2, 3, 0))
+            received(connection, BatchRequest(BatchRanges(range(2, 3))))
         thread.join()
         assert not connection.is_usable
         with pytest.raises(TransportError):
-            received(connection, Range(0, 1, 0))
+            received(connection, BatchRequest(BatchRanges(range(0, 1))))
         connection.close()
         connection.close()
         other = connected(server)
-        assert received(other, Range(2, 3, 0))[0].content.tolist() == [4, 5]
+        assert received(other, BatchRequest(BatchRanges(range(2, 3))))[0].content.tolist() == [4, 5]
         other.close()
 
 
@@ -138,7 +148,7 @@ def test_a_response_beyond_the_limit_is_refused(transport: str) -> None:
     with hosted(transport, [np.zeros(1000)] * 2) as server:
         connection = connected(server)
         with pytest.raises(ProtocolError, match="increase max_batch_bytes"):
-            received(connection, Range(0, 1, 0), 1000)
+            received(connection, BatchRequest(BatchRanges(range(0, 1))), 1000)
         connection.close()
 
 
@@ -147,7 +157,7 @@ def test_an_unknown_loader_is_refused(transport: str) -> None:
     with hosted(transport, [1, 2]) as server:
         connection = server.connect("0" * 32, 0, "test", lambda: REPORT)
         with pytest.raises(UnknownLoader) as raised:
-            received(connection, Range(0, 1, 0))
+            received(connection, BatchRequest(BatchRanges(range(0, 1))))
         assert isinstance(raised.value, TeleloaderError)
         connection.close()
 
@@ -163,7 +173,7 @@ def test_a_closed_server_is_unreachable(transport: str) -> None:
 def test_an_http_connection_that_fails_to_open_has_a_cause_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds if it is refused, and if the system rejects a socket option."""
     with hosted("http", list(range(8))) as server:
-        key = server.register(SPEC).key
+        key = server.register(SPEC, 0).key
         before = http._open.copy()
         monkeypatch.setattr(http, "KEEPALIVE_OPTIONS", (("TCP_KEEPCNT", -1),))
         with pytest.raises(TransportError) as caught:

@@ -166,8 +166,22 @@ class Slow:
 
 
 def slow() -> Slow:
-    """The gate's path comes by the environment."""
+    """A dataset that waits for a file, whose path is in the environment variable GATE."""
     return Slow(os.environ["GATE"])
+
+
+def built_slowly() -> Slow:
+    """A factory that waits for a file, whose path is in the environment variable GATE."""
+    while not Path(os.environ["GATE"]).exists():
+        time.sleep(0.005)
+    return slow()
+
+
+def counted() -> Samples:
+    """A factory that appends a character to a file, whose path is in the environment variable BUILT."""
+    with Path(os.environ["BUILT"]).open("a") as file:
+        file.write(".")
+    return Samples(int, 100_000)
 
 
 def broken() -> Any:
@@ -186,7 +200,20 @@ class Stream:
         return iter(range(self._length)[info.id :: info.num_workers] if info else range(self._length))
 
 
+class Colleagues:
+    """Map-style: every sample is the number of workers that its worker knows."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        info = get_worker_info()
+        assert info is not None
+        return info.num_workers
+
+
 stream = Stream(25)
+colleagues = Colleagues()
 many = Samples(int, 100_000)
 """So many that an epoch takes a while."""
 
@@ -199,6 +226,20 @@ def unhurried() -> Samples:
         return index
 
     return Samples(make, 1000)
+
+
+class Paced:
+    """500 samples that take as long as the constructor says."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self._seconds)
+        return index
 
 
 nothing = 5

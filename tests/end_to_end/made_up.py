@@ -49,6 +49,10 @@ SERVER = ServerStats(
     batches_per_second=125.0,
     bytes_per_second=64.5 * MIB,
     draining=False,
+    load=3.5,
+    demand=7.5,
+    demand_unmeasured=0.5,
+    saturated=False,
 )
 
 WORKER = WorkerStats(
@@ -142,6 +146,8 @@ class MadeUpServer:
         self.stats = made_up()
         self.refusing = False
         """True to reject streams with 503."""
+        self.listed: list[dict[str, str]] = []
+        """Servers that announced themselves to this one; "own" is its own instance."""
         self.watchers = 0
         """Number of started streams."""
         self._cuts = 0
@@ -149,6 +155,8 @@ class MadeUpServer:
         self.app.get("/stats")(self._page)
         self.app.get("/stats/stream")(self._stream)
         self.app.get("/v1/datasets")(self._datasets)
+        self.app.get("/v1/servers")(self._servers)
+        self.app.get("/healthz")(self._health)
         self.app.get("/session")(self._session)
         add_dashboard(self.app)
 
@@ -175,6 +183,12 @@ class MadeUpServer:
 
     async def _session(self) -> dict[str, Any]:
         return {"required": False, "name": None, "scopes": []}
+
+    async def _servers(self) -> dict[str, list[dict[str, str]]]:
+        return {"servers": self.listed}
+
+    async def _health(self) -> dict[str, str]:
+        return {"status": "ok", "instance": "own"}
 
     async def _datasets(self) -> list[dict[str, str]]:
         return [{"name": dataset.dataset, "kind": dataset.kind} for dataset in self.stats.datasets]

@@ -26,6 +26,7 @@ from teleloader.tensors.memory import pageable_memory
 from teleloader.tensors.output import choose_output
 from teleloader_shared import codec, local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, BatchId, Frame
+from teleloader_shared.directory import MAX_PORT, port_of
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, TlsError, VersionMismatch
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
@@ -34,6 +35,7 @@ from teleloader_shared.messages import (
     LOADERS_PATH,
     PROTOCOL_HEADER,
     PROTOCOL_VERSION,
+    SERVERS_PATH,
     STATS_PATH,
     DatasetInfo,
     Registration,
@@ -43,7 +45,6 @@ from teleloader_shared.messages import (
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import excerpt, sentence, short
 
-MAX_PORT: Final = 65535
 MAX_JSON_BYTES: Final = 4 * 2**20
 """Maximum size of the responses of ``/v1/datasets`` and ``/stats``."""
 MAX_RECORD_BYTES: Final = 2**20
@@ -110,15 +111,19 @@ class Server:
         url: URL of the server.
         timeout: Seconds without a received byte after which the server counts as disconnected.
         credentials: Token and certificates; None reads them from the environment.
+        server_name: Name that the server's certificate must contain; None for the host of the URL.
 
     Raises:
         ValueError: If `url` is not an HTTP URL, or contains a password.
     """
 
-    def __init__(self, url: str, timeout: float, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, url: str, timeout: float, credentials: Credentials | None = None, server_name: str | None = None
+    ) -> None:
         parsed = _parsed(url)
         self.url = str(parsed).rstrip("/")
         self.timeout = timeout
+        self.server_name = server_name or parsed.host
         self.credentials = Credentials() if credentials is None else credentials
         if self.credentials.token is not None and not self._is_secure and not _is_this_machine(parsed.host):
             _warn_of_clear_token(self.url)
@@ -156,8 +161,29 @@ class Server:
         return record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"), self.url)
 
     @_confirmed
-    def register(self, spec: LoaderSpec) -> Registration:
+    def servers(self) -> list[Any]:
+        """Fetch the servers that announced themselves to this one; the values are not validated.
+
+        Raises:
+            ServerUnavailable: If the server does not respond.
+            ProtocolError: If the response is not a list of servers.
+        """
+        response = self._request("GET", SERVERS_PATH, limit=MAX_JSON_BYTES)
+        servers = response.get("servers") if isinstance(response, dict) else None
+        if not isinstance(servers, list):
+            raise ProtocolError(
+                f"invalid response from {self.url}{SERVERS_PATH}: {short(response)}, expected a list of servers. Check "
+                f"that {self.url} is the URL of a loader server"
+            )
+        return servers
+
+    @_confirmed
+    def register(self, spec: LoaderSpec, epoch: int) -> Registration:
         """Register a loader with the server (idempotent).
+
+        Args:
+            spec: Specification of the loader.
+            epoch: Epoch to load, whose batch rate the server states.
 
         Raises:
             ServerUnavailable: If the server does not respond.
@@ -165,7 +191,8 @@ class Server:
             VersionMismatch: If the server uses another version of the protocol.
             ProtocolError: If the response is not the registration of `spec`.
         """
-        registered = record(Registration, self._request("POST", LOADERS_PATH, json=spec.to_json()), self.url)
+        response = self._request("POST", f"{LOADERS_PATH}?epoch={epoch}", json=spec.to_json())
+        registered = record(Registration, response, self.url)
         if registered.protocol != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"{self.url} uses protocol version {short(registered.protocol)}, expected {PROTOCOL_VERSION}: install "
@@ -215,7 +242,7 @@ class Server:
         body = (
             self._successful("GET", f"{path}/{batch_id.batch}", **options)
             if listed is None
-            else self._successful("POST", f"{path}?start={batch_id.batch}", content=listed, **options)
+            else self._successful("POST", path, content=listed, **options)
         )
         frame = codec.read(pageable_memory(choose_output(None), np.frombuffer(body, np.uint8)))
         if frame.batch_id != batch_id:
@@ -276,11 +303,10 @@ class Server:
         Servers that reject the client's certificate close the connection like this. None means that no TLS connection
         could be established.
         """
-        url = httpx.URL(self.url)
         try:
             with (
-                socket.create_connection((url.host, url.port or (443 if self._is_secure else 80)), PROBE_S) as plain,
-                context.wrap_socket(plain, server_hostname=url.host) as connected,
+                socket.create_connection((httpx.URL(self.url).host, port_of(self.url)), PROBE_S) as plain,
+                context.wrap_socket(plain, server_hostname=self.server_name) as connected,
             ):
                 try:
                     return not connected.recv(1)
@@ -351,7 +377,9 @@ class Server:
             with (
                 httpx.Client(verify=verify, trust_env=False) as client,
                 _deadline(timeout, connected) as trace,
-                client.stream(method, self.url + path, extensions={"trace": trace}, **options) as response,
+                client.stream(
+                    method, self.url + path, extensions={"trace": trace, "sni_hostname": self.server_name}, **options
+                ) as response,
             ):
                 # the time to compute a batch is not limited, but pauses within a response are
                 response.request.extensions["timeout"]["read"] = timeout or self.timeout

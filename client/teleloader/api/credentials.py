@@ -9,10 +9,12 @@ import os
 import re
 import ssl
 import threading
+import weakref
 from pathlib import Path
 from typing import Any, Final
 
 from teleloader_shared.errors import TlsError
+from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.messages import NO_PAGE_HEADER
 from teleloader_shared.secret import Secret
 
@@ -21,6 +23,8 @@ TOKEN_FILE_VARIABLE: Final = "TELELOADER_TOKEN_FILE"  # noqa: S105 - as above
 CA_VARIABLE: Final = "TELELOADER_CA"
 CERT_VARIABLE: Final = "TELELOADER_CERT"
 KEY_VARIABLE: Final = "TELELOADER_KEY"
+
+PEM: Final = "-----BEGIN CERTIFICATE-----"
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{1,512}")
 
@@ -31,8 +35,8 @@ class Credentials:
     Args:
         token: Token that authenticates the client. None reads ``TELELOADER_TOKEN``, or the file that
             ``TELELOADER_TOKEN_FILE`` names.
-        ca: File (PEM) of the CAs that sign servers' certificates. None reads ``TELELOADER_CA``, or uses the CAs of the
-            system.
+        ca: File (PEM) of the CAs that sign servers' certificates, or the PEM text itself. None reads ``TELELOADER_CA``,
+            or uses the CAs of the system.
         cert: File (PEM) of the client certificate. None reads ``TELELOADER_CERT``.
         key: File (PEM) of the certificate's key, if it is in another file. None reads ``TELELOADER_KEY``.
 
@@ -47,12 +51,18 @@ class Credentials:
         self._ca, self._cert, self._key = ca, cert, key
         self._context: ssl.SSLContext | None = None
         self._lock = threading.Lock()
+        _created.add(self)
         self.token = self._read()
 
     @property
     def has_certificate(self) -> bool:
         """True if a client certificate is configured."""
         return bool(self._cert or os.environ.get(CERT_VARIABLE))
+
+    @property
+    def ca(self) -> str | None:
+        """File of the CAs that sign servers' certificates, or their PEM text; None for the CAs of the system."""
+        return self._ca or os.environ.get(CA_VARIABLE) or None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -107,12 +117,14 @@ class Credentials:
         return _checked(content, f"{file} ({TOKEN_FILE_VARIABLE})")
 
     def _make_context(self) -> ssl.SSLContext:
-        ca = self._ca or os.environ.get(CA_VARIABLE) or None
+        ca = self.ca
         cert, key = self._cert or os.environ.get(CERT_VARIABLE), self._key or os.environ.get(KEY_VARIABLE) or None
+        is_text = ca is not None and ca.startswith(PEM)
         try:
-            context = ssl.create_default_context(cafile=ca)
+            context = ssl.create_default_context(cadata=ca) if is_text else ssl.create_default_context(cafile=ca)
         except OSError as error:
-            raise TlsError(f"cannot load CA certificates from {ca}: {_why(error)}. Expected PEM format") from None
+            where = "ca=" if is_text else ca
+            raise TlsError(f"cannot load CA certificates from {where}: {_why(error)}. Expected PEM format") from None
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if cert:
             try:
@@ -184,3 +196,14 @@ def _refused(reason: str) -> str | None:
     if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason:
         return "the server does not support TLS 1.2 or later. Enable a newer version of TLS on the server"
     return None
+
+
+_created: weakref.WeakSet[Credentials] = weakref.WeakSet()
+
+
+def _reset_locks() -> None:
+    for credentials in list(_created):
+        credentials._lock = threading.Lock()
+
+
+after_fork_in_child(_reset_locks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -28,6 +29,8 @@ TRANSIENT: Final = frozenset(
     {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS, httpx.codes.NOT_FOUND}
 )
 """Status codes besides 5xx after which a retry may succeed; 404 only from a proxy."""
+UNSUPPORTED: Final = frozenset({httpx.codes.NOT_IMPLEMENTED, httpx.codes.HTTP_VERSION_NOT_SUPPORTED})
+"""Status codes 5xx after which a retry would fail again."""
 
 
 def error_of(
@@ -72,7 +75,7 @@ def _is_transient(status: int, code: str) -> bool:
     """Return True if a retry may succeed after a response with that status and problem code."""
     if code and (status == httpx.codes.NOT_FOUND or code == WorkerDied.__name__):
         return False
-    return status in TRANSIENT or status >= httpx.codes.INTERNAL_SERVER_ERROR
+    return status in TRANSIENT or (status >= httpx.codes.INTERNAL_SERVER_ERROR and status not in UNSUPPORTED)
 
 
 def parse_retry_after(header: str) -> float:
@@ -111,18 +114,20 @@ def record(kind: type[_Record], fields: Any, url: str) -> _Record:
         ProtocolError: If a field is missing, or its value has a wrong type.
     """
     hints = get_type_hints(kind)
-    if not isinstance(fields, dict) or not set(hints) <= set(fields):
+    optional = {field.name for field in dataclasses.fields(kind) if field.default is None}  # older servers lack them
+    if not isinstance(fields, dict) or not set(hints) <= set(fields) | optional:
         raise ProtocolError(
             f"invalid response from {url}: {short(fields)}, expected the fields {', '.join(hints)}. Check that {url} "
             "is the URL of a loader server, and install the same release of teleloader on both sides"
         )
+    values: dict[str, Any] = {name: fields.get(name) for name in hints}
     for name, hint in hints.items():
-        if not _fits(fields[name], hint):
+        if not _fits(values[name], hint):
             raise ProtocolError(
-                f"invalid response from {url}: invalid {name} = {short(fields[name])}. Check that {url} is the URL of "
+                f"invalid response from {url}: invalid {name} = {short(values[name])}. Check that {url} is the URL of "
                 "a loader server"
             )
-    return kind(**{name: fields[name] for name in hints})
+    return kind(**values)
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -140,4 +145,6 @@ def _is_plain(value: object, hint: Any) -> bool:
         return type(value) is str and len(value) <= MAX_NAME and value.isprintable()
     if hint is int:
         return type(value) is int and 0 <= value <= MAX_EPOCH
+    if hint is float:
+        return type(value) in (int, float)
     return type(value) is hint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -11,11 +11,11 @@ import numpy as np
 from rich.progress import BarColumn, TextColumn
 from rich.text import Text
 
-from teleloader.api.control import Server
 from teleloader.cli.showing import print_json, progress_bar, results_console
-from teleloader.cli.stats import TIMEOUT, record_of, sentence
-from teleloader.dataset import consumers_prefix
+from teleloader.cli.stats import OF_ONE_SERVER, read_all, sentence, total
+from teleloader.dataset import RemoteDataset, consumers_prefix
 from teleloader.loader import DataLoader
+from teleloader.transport.interface import BatchServer
 from teleloader_shared.errors import Forbidden, ServerUnavailable
 from teleloader_shared.stats import ConsumerStats, Diagnosis, Stats
 from teleloader_shared.text import printable
@@ -58,6 +58,7 @@ class Measured:
     wait_max: float
     workers: int | None = None
     """Number of workers, if they were the bottleneck and served no other active consumer; else None."""
+    servers: int = 1
 
     @property
     def batches_per_second(self) -> float:
@@ -95,25 +96,23 @@ class Bench:
 
     Args:
         loader: The loader to measure.
-        name: Name of the dataset.
+        remote: Dataset of the loader.
         duration: Seconds to measure after the first batch.
         step: Duration of a simulated training step, in seconds.
     """
 
-    def __init__(self, loader: DataLoader, name: str, duration: float, step: float) -> None:
+    def __init__(self, loader: DataLoader, remote: RemoteDataset, duration: float, step: float) -> None:
         self._loader = loader
-        self._name = name
+        self._remote = remote
+        self._name = remote.name
         self._duration = duration
         self._step = step
         self._waits: list[float] = []
         self._samples = 0
         self._nbytes = 0
 
-    def run(self, url: str) -> tuple[Measured, Diagnosis | None]:
-        """Run the benchmark; return the result and the server's diagnosis of this process (None if unavailable).
-
-        Args:
-            url: URL of the server.
+    def run(self) -> tuple[Measured, Diagnosis | None]:
+        """Run the benchmark; return the result and the servers' diagnosis of this process (None if unavailable).
 
         Raises:
             BatchFailed: If the dataset raises an exception for a batch.
@@ -134,14 +133,16 @@ class Bench:
             if self._step:
                 time.sleep(self._step)
         taken = time.perf_counter() - began
-        diagnosis, workers = own_diagnosis(url)  # before close(), while the server still lists this consumer
+        # before close(), while the servers still list this consumer
+        servers = self._remote.servers.known
+        diagnosis, workers = own_diagnosis(servers)
         batches.close()
         waits = np.array(self._waits)
         p50, p95 = np.quantile(waits, (0.5, 0.95)).tolist()
         measured = Measured(
             dataset=self._name, step=self._step, seconds=taken, batches=len(waits), samples=self._samples,
             batch_bytes=self._nbytes / len(waits), first_batch=first, waited=float(waits.sum()),
-            wait_p50=p50, wait_p95=p95, wait_max=float(waits.max()), workers=workers,
+            wait_p50=p50, wait_p95=p95, wait_max=float(waits.max()), workers=workers, servers=len(servers),
         )  # fmt: skip
         return measured, diagnosis
 
@@ -183,14 +184,14 @@ class Bench:
                 yield elapsed
 
 
-def own_diagnosis(url: str) -> tuple[Diagnosis | None, int | None]:
-    """Return the server's diagnosis of this process, and the number of workers that limit its batch rate.
+def own_diagnosis(servers: Sequence[BatchServer]) -> tuple[Diagnosis | None, int | None]:
+    """Return the servers' diagnosis of this process, and the number of workers that limit its batch rate.
 
-    The diagnosis is None if the server does not list this process, or the token does not permit reading it. The number
-    is None if the workers are not the bottleneck, or also serve other consumers.
+    The diagnosis is None if no server lists this process, or the token does not permit reading it. The number is None
+    if the workers are not the bottleneck, or also serve other consumers.
     """
     try:
-        found = record_of(Stats, Server(url, TIMEOUT).stats(MAX_CONSUMERS), url)
+        found = total(read_all(servers, MAX_CONSUMERS))
     except Forbidden:
         return None, None
     # consumers are sorted by their last request, the latest first
@@ -239,6 +240,8 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
         console.print(Text(f"diagnosis: unavailable, the run was too short. Use --seconds {DIAGNOSIS_AFTER} or more"))
     elif diagnosis is not None:
         console.print(sentence("diagnosis", diagnosis))
+        if measured.servers > 1:
+            console.print(Text(OF_ONE_SERVER))
     if not measured.step:
         console.print(Text(_without_step(measured)))
 

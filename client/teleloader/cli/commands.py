@@ -75,6 +75,9 @@ class Indices(click.ParamType):  # type: ignore[type-arg] # generic since click 
 def teleloader() -> None:
     """Inspect and measure loader servers from the client's machine.
 
+    URL is that of a server, or several URLs separated by commas, or the address of a directory: file:///folder/name,
+    dns+http://name:port or registry+http://host:port.
+
     \b
       teleloader stats http://cpu-box:8000 --watch          find the bottleneck: data loading or training
       teleloader bench http://cpu-box:8000 train            measure the throughput
@@ -101,17 +104,19 @@ def teleloader() -> None:
     help="Maximum number of consumers to show, the most recently active ones first.",
 )  # fmt: skip
 @options.as_json
+@options.trust_directory
 @options.access
-def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> None:
-    """Show the bottleneck of each consumer, and the statistics of the server.
+def stats(url: str | list[str], watch: bool, interval: float, limit: int, as_json: bool, trust_directory: bool) -> None:
+    """Show the bottleneck of each consumer, and the statistics of a server or of several servers together.
 
     Rates and fractions cover the last 10 seconds. A consumer is one iterator of a DataLoader; it "waits" while its
     training loop needs the next batch and the batch has not arrived.
     """
+    source = statistics.Source(url, trust_directory=trust_directory)
     if watch:
-        statistics.watch(url, limit, interval, as_json=as_json)
+        statistics.watch(source, limit, interval, as_json=as_json)
     else:
-        statistics.once(url, limit, as_json=as_json)
+        statistics.once(source, limit, as_json=as_json)
 
 
 @teleloader.command()
@@ -130,24 +135,25 @@ def stats(url: str, watch: bool, interval: float, limit: int, as_json: bool) -> 
     "map-style datasets, which use all workers of the server.",
 )  # fmt: skip
 @click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression that the workers apply to arrays.")
-@options.of_loader(options.shuffle, options.drop_last, options.as_json, options.access)
+@options.of_loader(options.shuffle, options.drop_last, options.as_json, options.trust_directory, options.access)
 def bench(
-    url: str, dataset: str | None, batch_size: int, seconds: float, step: float, num_workers: int,
+    url: str | list[str], dataset: str | None, batch_size: int, seconds: float, step: float, num_workers: int,
     compression: Any, shuffle: bool, drop_last: bool, as_json: bool,
+    trust_directory: bool,
 ) -> None:  # fmt: skip
     """Load batches as a training loop does, and report the throughput.
 
     Without --step, the command loads at full speed and measures the maximum throughput of the server, the network and
     this machine. If --step is the duration of your training step, the diagnosis is the one for your training loop.
     """
-    remote = RemoteDataset(url, dataset, reconnect_timeout=0)
+    remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
     loader = DataLoader(
         remote, batch_size, num_workers=num_workers, drop_last=drop_last, compression=compression, output="numpy",
         # with --shuffle, the loader rejects an iterable-style dataset
         shuffle=shuffle or None, seed=None if remote.iterable else secrets.randbits(63), rank=0, world_size=1,
     )  # fmt: skip
     try:
-        measured, diagnosis = Bench(loader, remote.name, seconds, step).run(url)
+        measured, diagnosis = Bench(loader, remote, seconds, step).run()
     except BatchFailed as error:
         raise _NegativeResult(str(error)) from None
     show_bench(measured, diagnosis, as_json=as_json)
@@ -161,12 +167,12 @@ def bench(
 @click.option("--debug", is_flag=True, help="Load in the server's main process, for debugging with breakpoint().")
 @options.of_loader(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
-    options.tail, options.as_json, options.access,
+    options.tail, options.as_json, options.trust_directory, options.access,
 )  # fmt: skip
 @click.pass_context
 def peek(
-    ctx: click.Context, /, url: str, dataset: str | None, batch: int, epoch: int, indices: list[int] | None,
-    debug: bool, as_json: bool, **loader: Any,
+    ctx: click.Context, /, url: str | list[str], dataset: str | None, batch: int, epoch: int, indices: list[int] | None,
+    debug: bool, as_json: bool, trust_directory: bool, **loader: Any,
 ) -> None:  # fmt: skip
     """Show the content of batch K (0 by default) of an epoch: paths, types, shapes and values.
 
@@ -177,7 +183,7 @@ def peek(
     A worker of the server loads the batch, as for training. With --debug, the server's main process loads it, and a
     breakpoint() in the dataset stops in the server's terminal; the server must have been started with --debug, too.
     """
-    remote = RemoteDataset(url, dataset, reconnect_timeout=0)
+    remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
     own = debug or indices is not None or remote.iterable
     spec = LoaderSpec(
         dataset=remote.name,
@@ -194,16 +200,19 @@ def peek(
 @teleloader.command()
 @options.of_loader(
     options.url, options.dataset, options.epoch, options.batch_size(1), options.shuffle, options.drop_last,
-    options.seed, options.world_size, options.tail, options.as_json, options.access,
+    options.seed, options.world_size, options.tail, options.as_json, options.trust_directory, options.access,
 )  # fmt: skip
 @click.pass_context
-def audit(ctx: click.Context, /, url: str, dataset: str | None, epoch: int, as_json: bool, **loader: Any) -> None:
+def audit(
+    ctx: click.Context, /, url: str | list[str], dataset: str | None, epoch: int, as_json: bool, trust_directory: bool,
+    **loader: Any,
+) -> None:  # fmt: skip
     """Count the visits of all ranks to each sample in an epoch.
 
     The command computes the seeded order from the loader's arguments, as the server does. It loads no data, and uses 8
     bytes of memory per sample. The exit code is 0 if each sample is visited exactly once.
     """
-    remote = RemoteDataset(url, dataset, reconnect_timeout=0)
+    remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
     if remote.iterable:
         raise TypeError(
             f"cannot audit dataset {remote.name!r}: the order of an iterable-style dataset is unknown before loading"

@@ -9,12 +9,30 @@ from typing import Any, Final, TypeVar, get_args
 import click
 
 from teleloader.api.credentials import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from teleloader.fleet.directory import SCHEMES
 from teleloader_shared.spec import Tail
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-url: Final = click.argument("url")
+
+class ServerAddress(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4; older versions are supported
+    """click parameter type for a server URL, several URLs separated by commas, or the address of a directory."""
+
+    name = "url"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | list[str]:
+        """Split several URLs; their validity is checked where they are used."""
+        text = str(value)
+        return text if "," not in text or text.startswith(SCHEMES) else text.split(",")
+
+
+url: Final = click.argument("url", type=ServerAddress())
 dataset: Final = click.argument("dataset", required=False)
+trust_directory: Final = click.option(
+    "--trust-directory", is_flag=True,
+    help="Use all servers that a directory (file:, dns+http:, registry+http:) lists; they receive the token. By "
+    "default, servers on other machines require an https:// URL and --ca.",
+)  # fmt: skip
 as_json: Final = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 
 shuffle: Final = click.option("--shuffle", is_flag=True, help="Shuffle the samples in each epoch.")

@@ -1,13 +1,16 @@
-"""Command ``teleloader stats``: shows the bottleneck of each consumer and the statistics of a server."""
+"""Command ``teleloader stats``: shows the bottleneck of each consumer and the statistics of servers."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields, is_dataclass
 from functools import partial
-from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+from operator import itemgetter
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,8 +18,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from teleloader.api.control import Server
+from teleloader.api.credentials import Credentials
+from teleloader.cli.aggregate import merged
 from teleloader.cli.showing import PIPE_WIDTH, Column, print_json, results_console, shortened, table
+from teleloader.fleet.servers import Servers
+from teleloader.transport.interface import BatchServer
+from teleloader.transport.selection import server_at
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.stats import (
     Bottleneck,
@@ -31,8 +38,13 @@ from teleloader_shared.stats import (
 from teleloader_shared.text import printable, short
 from teleloader_shared.units import counted, number, seconds, share, size
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 TIMEOUT: Final = 10.0
 """Seconds to wait for a server's response."""
+MAX_REQUESTS: Final = 32
+"""Maximum number of concurrent requests."""
 WIDE: Final = 100
 VERY_WIDE: Final = 140
 """Screen widths, in characters, from which tables include less important columns."""
@@ -41,6 +53,9 @@ NAME_ROOM: Final = ((PIPE_WIDTH, PIPE_WIDTH), (180, 60), (VERY_WIDE, 32), (WIDE,
 MAX_SENTENCES: Final = 5
 """Maximum number of diagnoses in the output."""
 MAX_STAGES: Final = 8
+OF_ONE_SERVER: Final = (
+    "A diagnosis counts the workers of one server: the one that sends the most batches to the consumer."
+)
 STYLES: Final[dict[Bottleneck, str]] = {
     "loader": "bold red",
     "network": "bold magenta",
@@ -51,7 +66,7 @@ STYLES: Final[dict[Bottleneck, str]] = {
 """Styles of bottlenecks, in the order in which diagnoses are shown. Color is never the only indication."""
 _STATES: Final = {"busy": "green", "starting": "yellow"}
 
-_Record = TypeVar("_Record")
+_Record = TypeVar("_Record", bound="DataclassInstance")
 
 
 def record_of(kind: type[_Record], value: Any, url: str) -> _Record:
@@ -66,18 +81,21 @@ def record_of(kind: type[_Record], value: Any, url: str) -> _Record:
         ProtocolError: If a field is missing, or a list or an object has another JSON type.
     """
     hints = get_type_hints(kind)
-    missing = hints.keys() - value.keys() if isinstance(value, dict) else hints.keys()
+    optional = {field.name for field in fields(kind) if field.default is None}  # older servers lack them
+    missing = hints.keys() - (optional | value.keys()) if isinstance(value, dict) else hints.keys()
     if missing:
         raise ProtocolError(
             f"invalid statistics from {url}: missing fields of {kind.__name__}: {', '.join(sorted(missing))}. Check "
             f"that {url} is the URL of a loader server, and install the same release of teleloader on both sides; "
             "--json shows the response"
         )
-    return kind(**{name: _read(hint, value[name], url) for name, hint in hints.items()})
+    return kind(**{name: _read(hint, value.get(name), url) for name, hint in hints.items()})
 
 
 def _read(hint: Any, value: Any, url: str) -> Any:
     container = get_origin(hint)
+    if container is UnionType:
+        return None if value is None else _read(get_args(hint)[0], value, url)
     if container in (list, dict) and not isinstance(value, container):
         raise ProtocolError(f"invalid statistics from {url}: expected a {container.__name__}, got {short(value)}")
     if container is list:
@@ -87,52 +105,146 @@ def _read(hint: Any, value: Any, url: str) -> Any:
     return record_of(hint, value, url) if is_dataclass(hint) and isinstance(hint, type) else value
 
 
-def once(url: str, limit: int, *, as_json: bool) -> None:
-    """Request and print the statistics of a server once, as text or JSON."""
-    response = Server(url, TIMEOUT).stats(limit)
+class Reading(NamedTuple):
+    """Response of a server to the request for its statistics."""
+
+    url: str
+    response: Any
+    """JSON of the response; None if the request failed."""
+    stats: Stats | TeleloaderError
+    """The statistics, or the reason why there are none."""
+
+
+class Source:
+    """Server or servers whose statistics are read.
+
+    Args:
+        servers: URL of a server, several URLs, or the address of a directory.
+        trust_directory: Whether to use any server that a directory lists.
+    """
+
+    def __init__(self, servers: str | list[str], *, trust_directory: bool) -> None:
+        credentials = Credentials()
+        connect = partial(server_at, timeout=TIMEOUT, credentials=credentials)
+        self._servers = Servers(servers, connect, credentials, trust_directory=trust_directory)
+
+    def read(self, limit: int) -> list[Reading]:
+        """Request the statistics of all servers, including those that run under the same supervisor.
+
+        Raises:
+            TeleloaderError: If no server responds.
+        """
+        servers = self._servers.require()
+        readings = read_all(servers, limit)
+        for reading in readings:
+            if isinstance(reading.stats, Stats):
+                self._servers.learn(reading.url, reading.stats.server.ports)
+        readings += read_all([server for server in self._servers.known if server not in servers], limit)
+        if all(reading.response is None for reading in readings):
+            raise _failure(readings)
+        return readings
+
+    def as_json(self, readings: Sequence[Reading]) -> Any:
+        """Return the response of a single server, or the total and the responses of several servers, as JSON values."""
+        if self._is_single:
+            return readings[0].response
+        responses = [
+            {"url": url, **({"error": str(stats)} if isinstance(stats, TeleloaderError) else response)}
+            for url, response, stats in readings
+        ]
+        return {"total": asdict(total(readings)), "servers": responses, "problems": self._servers.problems}
+
+    def shown(self, readings: Sequence[Reading], width: int) -> Group:
+        """Render the statistics for a terminal of `width` characters."""
+        found = total(readings)
+        return (
+            shown(found, width) if self._is_single else shown_together(readings, self._servers.problems, found, width)
+        )
+
+    @property
+    def _is_single(self) -> bool:
+        return not self._servers.is_dynamic and len(self._servers.known) == 1
+
+
+def read_all(servers: Sequence[BatchServer], limit: int) -> list[Reading]:
+    """Request the statistics of servers concurrently."""
+    with ThreadPoolExecutor(MAX_REQUESTS) as threads:
+        return list(threads.map(partial(_read_one, limit=limit), servers))
+
+
+def _read_one(server: BatchServer, limit: int) -> Reading:
+    response = None
+    try:
+        response = server.stats(limit)
+        return Reading(server.url, response, record_of(Stats, response, server.url))
+    except TeleloaderError as error:
+        return Reading(server.url, response, error)
+
+
+def total(readings: Sequence[Reading]) -> Stats:
+    """Return the statistics of all servers together.
+
+    Raises:
+        TeleloaderError: If no server sent valid statistics.
+    """
+    found = [reading.stats for reading in readings if isinstance(reading.stats, Stats)]
+    if not found:
+        raise _failure(readings)
+    return merged(found)
+
+
+def _failure(readings: Sequence[Reading]) -> TeleloaderError:
+    """Return the error of servers, none of which sent valid statistics: that of the first one."""
+    error = next(reading.stats for reading in readings if isinstance(reading.stats, TeleloaderError))
+    return error if len(readings) == 1 else type(error)(f"all {len(readings)} servers failed, the first one: {error}")
+
+
+def once(source: Source, limit: int, *, as_json: bool) -> None:
+    """Request and print the statistics of servers once, as text or JSON."""
+    found = source.read(limit)
     if as_json:
-        print_json(response)
+        print_json(source.as_json(found))
         return
     console = results_console()
-    console.print(shown(record_of(Stats, response, url), console.width))
+    console.print(source.shown(found, console.width))
 
 
-def watch(url: str, limit: int, interval: float, *, as_json: bool) -> None:
-    """Print the statistics of a server every `interval` seconds until Ctrl-C.
+def watch(source: Source, limit: int, interval: float, *, as_json: bool) -> None:
+    """Print the statistics of servers every `interval` seconds until Ctrl-C.
 
-    In a terminal, the output is refreshed in place; in a pipe, it is appended. If the server does not respond, for
-    example during a restart, the request is retried.
+    In a terminal, the output is refreshed in place; in a pipe, it is appended. If no server responds, for example
+    during a restart, the request is retried.
     """
-    console, server = results_console(), Server(url, TIMEOUT)
+    console = results_console()
     if as_json or not console.is_terminal:
-        for found in _every(interval, server, limit):
+        for found in _every(interval, source, limit):
             if as_json:
-                print_json({"error": str(found)} if isinstance(found, TeleloaderError) else found)
+                print_json({"error": str(found)} if isinstance(found, TeleloaderError) else source.as_json(found))
             else:
-                console.print(_view(found, console, url), Text())
+                console.print(_view(found, console, source), Text())
                 sys.stdout.flush()
         return
     with Live(
         Text("connecting ..."), console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
     ) as live:
-        for found in _every(interval, server, limit):
-            live.update(_view(found, console, url), refresh=True)
+        for found in _every(interval, source, limit):
+            live.update(_view(found, console, source), refresh=True)
 
 
-def _every(interval: float, server: Server, limit: int) -> Iterator[Any]:
+def _every(interval: float, source: Source, limit: int) -> Iterator[list[Reading] | TeleloaderError]:
     while True:
         began = time.monotonic()
         try:
-            yield server.stats(limit)
+            yield source.read(limit)
         except ServerUnavailable as error:
             yield error
         time.sleep(max(0.0, interval - (time.monotonic() - began)))
 
 
-def _view(found: Any, console: Console, url: str) -> RenderableType:
+def _view(found: list[Reading] | TeleloaderError, console: Console, source: Source) -> RenderableType:
     if isinstance(found, TeleloaderError):
         return Text(f"{printable(str(found))}\nretrying", style="bold red")
-    return shown(record_of(Stats, found, url), console.width)
+    return source.shown(found, console.width)
 
 
 # -- output
@@ -140,11 +252,63 @@ def _view(found: Any, console: Console, url: str) -> RenderableType:
 
 def shown(stats: Stats, width: int) -> Group:
     """Render the statistics of a server for a terminal of `width` characters."""
-    parts: list[RenderableType] = [*_headline(stats.server), Text(), *sentences(stats), Text()]
+    return _page(stats, _headline(stats.server), workers_table(stats.workers, width), width)
+
+
+def shown_together(readings: Sequence[Reading], problems: Sequence[str], stats: Stats, width: int) -> Group:
+    """Render the total statistics of several servers, with one line for each of them.
+
+    Args:
+        readings: Responses of the servers.
+        problems: Problems of the directory that lists the servers.
+        stats: The total statistics.
+        width: Width of the terminal in characters.
+    """
+    rows = [(reading.url, reading.stats.server) for reading in readings if isinstance(reading.stats, Stats)]
+    errors = [str(reading.stats) for reading in readings if isinstance(reading.stats, TeleloaderError)]
+    failed = f", {len(errors)} of {len(readings)} failed" if errors else ""
+    headline = Text.assemble(
+        (counted(len(readings), "server"), "bold"), f"{failed}, {counted(stats.server.num_workers, 'worker')}"
+    )
+    red = [Text(printable(error), style="bold red") for error in (*errors, *problems)]
+    headlines = [headline, _figures(stats.server), *red]
+    notes = [Text(OF_ONE_SERVER, "dim")] if stats.consumers and len(rows) > 1 else []
+    return _page(stats, headlines, servers_table(sorted(rows, key=itemgetter(0)), width), width, notes)
+
+
+def _page(stats: Stats, headline: Sequence[Text], middle: Table, width: int, notes: Sequence[Text] = ()) -> Group:
+    parts: list[RenderableType] = [*headline, Text(), *sentences(stats), *notes, Text()]
     if stats.consumers:
         parts += [consumers_table(stats.consumers, width), *_omitted(stats), Text()]
-    parts += [workers_table(stats.workers, width), Text(), datasets_table(stats.datasets, width), *_errors(stats)]
+    parts += [middle, Text(), datasets_table(stats.datasets, width), *_errors(stats)]
     return Group(*parts)
+
+
+def servers_table(servers: Sequence[tuple[str, ServerStats]], width: int) -> Table:
+    """Create a table of servers by URL, with their load."""
+    columns = (
+        Column("server", lambda row: row[0], is_words=True),
+        Column("workers", lambda row: f"{row[1].num_workers}"),
+        Column("load", lambda row: _workers(row[1].load)),
+        Column("demand", lambda row: _workers(row[1].demand)),
+        Column("batches/s", lambda row: number(row[1].batches_per_second)),
+        Column("bytes/s", lambda row: size(row[1].bytes_per_second)),
+        Column("CPUs", lambda row: f"{row[1].cpu:.1f} of {row[1].cpus}"),
+        Column("memory", lambda row: size(row[1].pss), from_width=WIDE),
+        Column("restarts", lambda row: f"{row[1].worker_restarts}", from_width=WIDE),
+        Column("state", lambda row: _state(row[1]), is_words=True),
+    )
+    return table(columns, servers, width)
+
+
+def _workers(count: float | None) -> str:
+    return "-" if count is None else f"{count:.1f}"
+
+
+def _state(server: ServerStats) -> Text:
+    if server.draining:
+        return Text("stopping", "yellow")
+    return Text("saturated", "bold red") if server.saturated else Text("ready", "green")
 
 
 def _headline(server: ServerStats) -> list[Text]:
@@ -152,14 +316,16 @@ def _headline(server: ServerStats) -> list[Text]:
     restarts = f", {counted(server.worker_restarts, 'restart')}" if server.worker_restarts else ""
     first = Text(f"teleloader-server {printable(server.version)} on {printable(server.host)}", style="bold")
     first.append(f", {state}, {counted(server.num_workers, 'worker')}{restarts}", style="not bold")
-    return [
-        first,
-        Text(
-            f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s; "
-            f"{server.cpu:.1f} of {counted(server.cpus, 'CPU')}; batch memory {size(server.memory_used)} of "
-            f"{size(server.memory_budget)}, all processes {size(server.pss)}"
-        ),
-    ]
+    return [first, _figures(server)]
+
+
+def _figures(server: ServerStats) -> Text:
+    demand = "" if server.demand is None else f"; demand {_workers(server.demand)} workers"
+    return Text(
+        f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s; "
+        f"{server.cpu:.1f} of {counted(server.cpus, 'CPU')}; batch memory {size(server.memory_used)} of "
+        f"{size(server.memory_budget)}, all processes {size(server.pss)}{demand}"
+    )
 
 
 def sentences(stats: Stats) -> list[Text]:

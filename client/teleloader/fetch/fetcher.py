@@ -6,19 +6,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from teleloader.api.backoff import Backoff
 from teleloader.api.responses import refusing
 from teleloader.fetch.reorder import BROKEN, ReorderBuffer
 from teleloader.fetch.shards import DeliveredShards
+from teleloader.fleet.trust import check_environment
 from teleloader.tensors.devices import Device
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.interface import BatchServer, Connection, SilentConnection
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import codec
 from teleloader_shared.codec import BatchId, End, Frame, Memory
@@ -57,6 +59,8 @@ class FetchOptions:
     """Maximum size of a frame, in bytes."""
     reconnect_timeout: float
     """Seconds for which requests are retried."""
+    environment: str | None
+    """Versions of libraries that servers must have; None to accept any."""
     trace: IterationTrace | None
     """Creates the spans of the requests; None if tracing is disabled."""
 
@@ -106,6 +110,7 @@ class Fetcher:
         servers: Servers to receive from; if one fails, the next one is used.
         options: Parameters of the requests.
         reorder_buffer: Destination of the batches.
+        failed: Function to call with the URL of a server that does not respond.
         is_registered: Whether the loader is already registered with the first server.
     """
 
@@ -115,20 +120,24 @@ class Fetcher:
         servers: list[BatchServer],
         options: FetchOptions,
         reorder_buffer: ReorderBuffer,
+        failed: Callable[[str], object],
         *,
         is_registered: bool,
     ) -> None:
-        self._number = number
+        self.number = number
         self._servers = deque(servers)
+        self._followed = tuple(servers)
+        """Servers to use after the next failure."""
         self._options = options
         self._reorder_buffer = reorder_buffer
+        self._failed = failed
         self._is_registered = is_registered
         has_shards = reorder_buffer.scheduler.has_shards
         self._shards = DeliveredShards(options.spec, options.epoch, options.previous_states) if has_shards else None
         """Record of delivered batches, from which a server restores an evicted session; None for map-style datasets."""
         self.registered_at = {servers[0]} if is_registered else set()
         """Servers with which the loader was registered."""
-        self._in_flight: deque[tuple[Connection, Range]] = deque()
+        self._in_flight: deque[tuple[Connection, BatchRequest]] = deque()
         """Pending requests, in the order in which their responses are received."""
         self._idle: list[Connection] = []
         self._connections: list[Connection] = []
@@ -146,6 +155,10 @@ class Fetcher:
         for connection in self._connections:
             connection.shut_down()
 
+    def follow(self, servers: Iterable[BatchServer]) -> None:
+        """Use these servers after the next failure; the current server stays in use while it responds."""
+        self._followed = tuple(servers)
+
     def join(self, timeout: float) -> None:
         """Join the thread, unless it waits for a control request; such a thread ends after the response or timeout."""
         if not self._in_control_request:
@@ -159,15 +172,23 @@ class Fetcher:
             if self._options.device is not None:
                 self._options.device.enter_thread()
             self._receive_epoch()
+            if self._options.spec.session is not None and not self._reorder_buffer.is_over():
+                self._end_session()  # only this server ends: it has left
         except BaseException as error:  # noqa: BLE001 - raised in the training loop, which would otherwise wait forever
             self._reorder_buffer.fail(error)
         finally:
             self._drop_connections()
+            self._reorder_buffer.ended(self.number, self.interrupt)
+
+    def _end_session(self) -> None:
+        for server in self.registered_at:
+            with self._control_request():
+                server.end_session(self._options.key)
 
     def _receive_epoch(self) -> None:
         """Receive all batches of the epoch, with retries after failures."""
         failures = _Failures(Backoff(self._options.reconnect_timeout, self._reorder_buffer.sleep))
-        while not self._reorder_buffer.is_over():
+        while not self._is_done:
             self._has_received = False
             try:
                 self._receive_connected()
@@ -179,11 +200,28 @@ class Fetcher:
                 # `Server.register` repeats a refused registration itself
                 is_confirmed = failures.count(error, is_confirmed=not self._is_registered)
                 self._disconnect(error)
-                if not is_confirmed:
+                if self._is_done or not is_confirmed:
                     continue
                 self._pause(failures, error)
                 if not self._has_received or isinstance(error, ServerUnavailable):
-                    self._servers.rotate(-1)
+                    self._rotate()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._reorder_buffer.is_done(self.number)
+
+    def _rotate(self) -> None:
+        """Move to the next server; remove those that have left, and append those that have joined."""
+        self._update_servers()
+        self._servers.rotate(-1)
+        if self._servers[-1] not in self._followed:
+            self._servers.pop()
+
+    def _update_servers(self) -> None:
+        """Remove servers that have left, except for the current one, and append those that have joined."""
+        followed = self._followed
+        remaining = [server for server in self._servers if server in followed or server is self._servers[0]]
+        self._servers = deque(remaining + [server for server in followed if server not in remaining])
 
     def _disconnect(self, error: Exception) -> None:
         """Close all connections after an error; their pending ranges are requested again."""
@@ -193,11 +231,12 @@ class Fetcher:
         if self._connections:
             self._reorder_buffer.broke()
         self._drop_connections()
-        self._reorder_buffer.disconnected(self._number)
+        self._reorder_buffer.disconnected(self.number)
         self._is_registered = False
 
     def _pause(self, failures: _Failures, error: Exception) -> None:
         """Wait before a retry; after `reconnect_timeout`, take the server out of rotation."""
+        self._update_servers()
         server, timeout = self._servers[0], self._options.reconnect_timeout
         if failures.damaged >= MAX_DAMAGED:
             error = ProtocolError(
@@ -214,6 +253,7 @@ class Fetcher:
                 others if self._reorder_buffer.several else alone,
             )  # fmt: skip
         server.last_error = last_error
+        self._failed(server.url)
         if isinstance(error, BROKEN):
             # with several servers the next attempt uses another one, which did not request this wait
             requested = error.retry_after if isinstance(error, ServerUnavailable) and len(self._servers) == 1 else 0.0
@@ -226,7 +266,7 @@ class Fetcher:
     def _receive_connected(self) -> None:
         if not self._is_registered:
             self._register()
-        while not self._reorder_buffer.is_over():
+        while not self._is_done:
             self._send_requests()
             if not self._in_flight:
                 self._await_work()
@@ -234,7 +274,7 @@ class Fetcher:
             connection, wanted = self._in_flight[0]
             try:
                 memory = connection.receive(
-                    self._options.buffers, wanted.stop - wanted.start, self._options.max_batch_bytes + READY_BYTES
+                    self._options.buffers, len(wanted.batches), self._options.max_batch_bytes + READY_BYTES
                 )
             except SilentConnection:
                 self._reorder_buffer.broke()
@@ -253,11 +293,11 @@ class Fetcher:
             self._has_received = True
             # only here, because a server that registers a loader may still refuse its batches
             self._servers[0].succeeded()
-            rest = self._reorder_buffer.deliver(self._number, self._servers[0].url, frames, nbytes)
+            rest = self._reorder_buffer.deliver(self.number, self._servers[0].url, frames, nbytes)
             del frames
-            # a response may be shorter than the range: the rest, which was not ready, is requested next
+            # a response may have only the first batches: the rest, which was not ready, is requested next
             if rest is not None:
-                while not self._reorder_buffer.await_room(rest.start, TOUCH_EVERY):
+                while not self._reorder_buffer.await_room(self.number, rest.batches.start, TOUCH_EVERY):
                     self._keep_session()
                 self._in_flight[0] = (self._send(self._usable(connection), rest), rest)
             else:
@@ -267,11 +307,13 @@ class Fetcher:
     def _register(self) -> None:
         server = self._servers[0]
         with self._control_request():
-            registered = server.register(self._options.spec if self._shards is None else self._shards.spec)
+            spec = self._options.spec if self._shards is None else self._shards.spec
+            registered = server.register(spec, self._options.epoch)
+        check_environment(server.url, registered.environment, self._options.environment)
         self._last_request = time.monotonic()
         self._is_registered = True
         self.registered_at.add(server)
-        self._reorder_buffer.joined(self._number, server.url, registered.num_workers)
+        self._reorder_buffer.joined(self.number, server.url, registered.num_workers, registered.batch_rate)
 
     @contextmanager
     def _control_request(self) -> Iterator[None]:
@@ -283,13 +325,13 @@ class Fetcher:
 
     def _send_requests(self) -> None:
         while len(self._in_flight) < self._reorder_buffer.scheduler.connections:
-            wanted = self._reorder_buffer.next_range(self._number)
+            wanted = self._reorder_buffer.next_request(self.number)
             if wanted is None:
                 return
             connection = self._usable(self._idle.pop() if self._idle else None)
             self._in_flight.append((self._send(connection, wanted), wanted))
 
-    def _send(self, connection: Connection, wanted: Range) -> Connection:
+    def _send(self, connection: Connection, wanted: BatchRequest) -> Connection:
         if self._shards is not None:
             self._shards.request(wanted)
         connection.send(wanted, None if self._options.trace is None else self._options.trace.start(wanted))
@@ -318,7 +360,7 @@ class Fetcher:
         return connection
 
     def _await_work(self) -> None:
-        self._reorder_buffer.await_work(self._number, None if self._options.spec.session is None else TOUCH_EVERY)
+        self._reorder_buffer.await_work(self.number, None if self._options.spec.session is None else TOUCH_EVERY)
         self._keep_session()
 
     def _keep_session(self) -> None:
@@ -328,13 +370,15 @@ class Fetcher:
                 self._servers[0].touch(self._options.key)
             self._last_request, self._has_received = time.monotonic(), True
 
-    def _decode(self, memory: Memory, wanted: Range) -> list[Frame]:
-        """Decode a response, which must consist of the first batches of the requested range."""
+    def _decode(self, memory: Memory, wanted: BatchRequest) -> list[Frame]:
+        """Decode a response, which must consist of the first requested batches."""
         frames = []
         key, epoch = self._options.key, self._options.epoch
         try:
             read = codec.read_all(memory, self._options.max_batch_bytes)
-            for number, frame in enumerate(read, wanted.start):
+            for frame, number in zip(read, chain(wanted.batches, [None]), strict=False):
+                if number is None:
+                    raise CorruptFrame(f"received more than the {len(wanted.batches)} requested batches")
                 if frame.batch_id != (key, epoch, number):
                     raise CorruptFrame(f"received {frame.batch_id}, expected {BatchId(key, epoch, number)}")
                 if isinstance(frame.content, End) and not self._reorder_buffer.scheduler.has_shards:
@@ -342,8 +386,8 @@ class Fetcher:
                 frames.append(frame)
         except ProtocolError as error:
             raise CorruptFrame(str(error)) from error
-        if not 0 < len(frames) <= wanted.stop - wanted.start:
-            raise CorruptFrame(f"received {len(frames)} batches, expected 1 to {wanted.stop - wanted.start}")
+        if not frames:
+            raise CorruptFrame("received no batch")
         return frames
 
     def _close(self, connection: Connection) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from teleloader.dataset import RemoteDataset
 from teleloader.fetch.fetcher import Fetcher, FetchOptions
 from teleloader.fetch.reorder import ReorderBuffer
 from teleloader.fetch.scheduler import RangeScheduler
+from teleloader.fleet.servers import nearest
 from teleloader.sampling import index_frame
 from teleloader.stats import Measures
+from teleloader.transport.interface import BatchServer
 from teleloader_shared import local
 
 CLOSE_TIMEOUT: Final = 5.0
@@ -25,7 +29,7 @@ class Receiver:
 
     Args:
         dataset: Dataset with the servers to receive from.
-        registered_at: Index of the server at which the loader is registered.
+        registered_at: Server at which the loader is registered.
         options: Parameters of the requests.
         scheduler: Scheduler of the requests.
         measures: Counters of received batches.
@@ -40,28 +44,67 @@ class Receiver:
     def __init__(
         self,
         dataset: RemoteDataset,
-        registered_at: int,
+        registered_at: BatchServer,
         options: FetchOptions,
         scheduler: RangeScheduler,
         measures: Measures,
         *,
         stays: bool,
     ) -> None:
-        servers = [*dataset.servers[registered_at:], *dataset.servers[:registered_at]]
+        self.key = options.key
+        self._options = options
+        self._servers = dataset.servers
+        self._subset = replace(options.spec, fingerprint=None).key
+        """Key that selects the loader's servers in a large fleet."""
+        self._lock = threading.Lock()
+        """Held while servers join and leave."""
+        # a shard is iterated by a worker of one server, so its batches cannot be distributed
+        group = self._in_turn(registered_at) if scheduler.has_shards else [registered_at]
         self.reorder_buffer = ReorderBuffer(
             scheduler,
-            [server.url for server in servers],
+            [server.url for server in group],
             measures,
             MEMORY_LIMIT_FACTOR * options.max_batch_bytes,
             complete=options.spec.order != "client",
             stays=stays,
         )
-        groups = [[server] for server in servers] if scheduler.shared else [servers]
-        self.key = options.key
-        self._fetchers = [
-            Fetcher(number, group, options, self.reorder_buffer, is_registered=number == 0)
-            for number, group in enumerate(groups)
-        ]
+        with self.reorder_buffer.changed:  # the scheduler must know all servers before the first request
+            self._fetchers = [self._fetcher(0, group, is_registered=True)]
+            """Fetchers whose threads may still run."""
+            self._current = {registered_at.url: self._fetchers[0]}
+            """Fetchers of the servers that are requested batches, by URL; one fetcher if the dataset has shards."""
+            self.follow(self._servers.known)
+        self._servers.follow(self)
+
+    def follow(self, servers: Sequence[BatchServer]) -> None:
+        """Request batches from these servers from now on; pending responses of other servers are still received."""
+        buffer = self.reorder_buffer
+        with self._lock:
+            if buffer.is_over():
+                return
+            used = {server.url: server for server in nearest(servers, self._subset, self._current)}
+            buffer.set_servers(used)
+            if buffer.scheduler.has_shards:
+                self._fetchers[0].follow(list(used.values()))
+                return
+            for url, server in used.items():
+                if url not in self._current:
+                    self._current[url] = self._fetcher(buffer.add_server(), [server])
+                    self._fetchers.append(self._current[url])
+            for url in self._current.keys() - used.keys():
+                buffer.remove_server(self._current.pop(url).number)
+            self._fetchers = [fetcher for fetcher in self._fetchers if fetcher.thread.is_alive()]
+
+    def _in_turn(self, first: BatchServer) -> list[BatchServer]:
+        """Return all servers in the order in which the loader moves from one to the next."""
+        used = list(nearest(self._servers.known, self._subset))
+        place = used.index(first) if first in used else 0
+        return [first, *(other for other in used[place:] + used[:place] if other is not first)]
+
+    def _fetcher(self, number: int, servers: list[BatchServer], *, is_registered: bool = False) -> Fetcher:
+        return Fetcher(
+            number, servers, self._options, self.reorder_buffer, self._servers.failed, is_registered=is_registered
+        )
 
     def close(self, why: BaseException | None = None) -> None:
         """Stop the receiving threads and close their connections.
@@ -69,8 +112,11 @@ class Receiver:
         Args:
             why: Exception to raise in threads that wait for a batch; None for a `TeleloaderError`.
         """
+        self._servers.unfollow(self)
         self.reorder_buffer.close(why)
-        for fetcher in self._fetchers:
+        with self._lock:
+            fetchers = list(self._fetchers)
+        for fetcher in fetchers:
             if threading.current_thread() is not fetcher.thread and not local.is_server_thread():
                 # a daemon thread that runs torch's code when the interpreter exits would abort the process
                 fetcher.join(CLOSE_TIMEOUT)

@@ -6,14 +6,14 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
 from teleloader.fetch.scheduler import HEDGE_LEAST, RangeScheduler
 from teleloader.stats import Measures
 from teleloader.transport.interface import TransportError
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader_shared.codec import End, Frame
 from teleloader_shared.errors import (
     CorruptFrame,
@@ -220,7 +220,7 @@ class ReorderBuffer:
                 with self.lock:
                     self._check_memory()
                     self.starved = True
-                    if self._is_ready is not None or (self._idle_threads and self.scheduler.has_room):
+                    if self._is_ready is not None or self._idle_threads:
                         self.changed.notify_all()
                     if self.peek() is not None:
                         return
@@ -273,13 +273,20 @@ class ReorderBuffer:
             if self.is_over():
                 interrupt()
 
-    def await_room(self, k: int, timeout: float) -> bool:
+    def ended(self, server: int, interrupt: Callable[[], object]) -> None:
+        """Forget a thread at its end, and its server if it has left."""
+        with self.changed:
+            self._on_end.remove(interrupt)
+            self.scheduler.forget_server(server)
+
+    def await_room(self, server: int, k: int, timeout: float) -> bool:
         """Wait until the request for batch k may be sent, or no batches will be received; return False at the timeout.
 
         While buffered batches exceed the memory limit, the request may be sent only if the training loop cannot
-        continue without batch k, `receive` waits for it, or other ranges must be requested again.
+        continue without batch k, `receive` waits for it, or the server must be sent another request.
 
         Args:
+            server: Number of the server in the scheduler.
             k: Batch number.
             timeout: Maximum wait in seconds.
         """
@@ -288,44 +295,50 @@ class ReorderBuffer:
             return self.changed.wait_for(
                 lambda: (
                     not scheduler.over_memory
-                    or self.is_over()
-                    or scheduler.has_retries
+                    or self.is_done(server)
+                    or scheduler.has_work(server, time.monotonic())
                     or k < scheduler.needed
                     or (not self._batches and k <= scheduler.received)
                 ),
-                timeout,
+                self._interval(server, timeout),
             )
 
-    def next_range(self, server: int) -> Range | None:
-        """Return the next range of batches to request from a server, or None if no request is due."""
+    def next_request(self, server: int) -> BatchRequest | None:
+        """Return the next request for a server, or None if no request is due."""
         with self.changed:
-            wanted = self.scheduler.next_range(server, time.monotonic())
+            wanted = self.scheduler.next_request(server, time.monotonic())
             self.measures.hedges = self.scheduler.hedges
             return self._with_indices(wanted)
 
     def await_work(self, server: int, timeout: float | None) -> None:
         """Wait up to `timeout` seconds (None: no limit) until batches may be requested from a server."""
-        if self.scheduler.shared:  # another server's request that becomes overdue causes no notification
-            timeout = HEDGE_LEAST
         with self.changed:
             self._idle_threads += 1
-            self.changed.wait_for(lambda: self.is_over() or self.scheduler.has_work(server, time.monotonic()), timeout)
+            self.changed.wait_for(
+                lambda: self.is_done(server) or self.scheduler.has_work(server, time.monotonic()),
+                self._interval(server, timeout),
+            )
             self._idle_threads -= 1
 
-    def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> Range | None:
-        """Add the batches of a response to a server's oldest request; return the rest of the requested range, or None.
+    def _interval(self, server: int, timeout: float | None) -> float | None:
+        """Return the seconds until the scheduler must be checked: a request becomes overdue without a notification."""
+        may_hedge = not self.scheduler.has_shards and (self.several or self.scheduler.awaits_others(server))
+        return HEDGE_LEAST if may_hedge else timeout
+
+    def deliver(self, server: int, url: str, frames: list[Frame], nbytes: int) -> BatchRequest | None:
+        """Add the batches of a response to a server's oldest request; return the request for the rest, or None.
 
         Args:
             server: Number of the server in the scheduler.
             url: URL of the server.
-            frames: Received batches, from the start of the range.
+            frames: Received batches, the first that were requested.
             nbytes: Size of the response in bytes.
         """
         now = time.monotonic()
         with self.changed:
             if self.closed is not None:
                 return None
-            self._failing[url] = None
+            self._responds(url)
             self.measures.batches += len(frames)
             self.measures.nbytes += nbytes
             scheduler, first = self.scheduler, self.scheduler.received
@@ -344,7 +357,7 @@ class ReorderBuffer:
                 frame, source = self._early.pop(k)
                 self._bytes_ordered += frame.memory
                 self._batches.append(Arrived(frame, source, self._bytes_ordered))
-            if self._is_ready is not None:
+            if self._is_ready is not None or self._idle_threads:  # batches may have to be requested elsewhere now
                 self.changed.notify_all()
             self.staged()
             if self.is_over():
@@ -360,11 +373,32 @@ class ReorderBuffer:
         if was_over_memory and not self.scheduler.over_memory:
             self.changed.notify_all()
 
-    def joined(self, server: int, url: str, num_workers: int) -> None:
-        """Record that a server has registered the loader, and store the number of the server's workers."""
+    def set_servers(self, urls: Iterable[str]) -> None:
+        """Replace the URLs of the servers whose failures end the iteration, if all of them fail."""
         with self.changed:
-            self._failing[url] = None
-            self.scheduler.joined(server, num_workers)
+            self._failing = {url: self._failing.get(url) for url in urls} or self._failing
+
+    def add_server(self) -> int:
+        """Return the number of a new server, for the other methods."""
+        with self.changed:
+            return self.scheduler.add_server()
+
+    def remove_server(self, server: int) -> None:
+        """Send no further requests to a server; pending responses are still received."""
+        with self.changed:
+            self.scheduler.remove_server(server, time.monotonic())
+            self.changed.notify_all()
+
+    def is_done(self, server: int) -> bool:
+        """Return True if no further batches will be received from a server."""
+        return self.is_over() or self.scheduler.has_left(server)
+
+    def joined(self, server: int, url: str, num_workers: int, batch_rate: float | None) -> None:
+        """Record that a server has registered the loader, and store the server's number of workers and batch rate."""
+        with self.changed:
+            self._responds(url)
+            self.scheduler.joined(server, num_workers, url, batch_rate, time.monotonic())
+            self.changed.notify_all()
 
     def decoded(self, seconds: float) -> None:
         """Add the decoding time of a response to the statistics."""
@@ -379,22 +413,30 @@ class ReorderBuffer:
     def disconnected(self, server: int) -> None:
         """Reschedule the pending requests of a disconnected server."""
         with self.changed:
-            self.scheduler.disconnected(server)
+            self.scheduler.disconnected(server, time.monotonic())
             self.changed.notify_all()
 
     def give_up(self, url: str, error: Exception) -> bool:
         """Record the final error of a server; end the iteration and return True if no other servers remain."""
         with self.changed:
-            self._failing[url] = error
-            if not all(self._failing.values()):
-                return False
-            final = (error for error in self._failing.values() if not isinstance(error, BROKEN))
-            if self.several:
-                error = ServerUnavailable("; ".join(map(str, self._failing.values())))
-            self._error = next(final, error)
-            self._wake()
-            self._end()
-            return True
+            if url in self._failing:
+                self._failing[url] = error
+            return self._end_if_all_failed()
+
+    def _responds(self, url: str) -> None:
+        if url in self._failing:
+            self._failing[url] = None
+
+    def _end_if_all_failed(self) -> bool:
+        """End the iteration if no server is left, with an error that a retry cannot resolve if there is one."""
+        errors = [error for error in self._failing.values() if error is not None]
+        if len(errors) < len(self._failing):
+            return False
+        several = ServerUnavailable("; ".join(map(str, errors))) if self.several else errors[0]
+        self._error = next((error for error in errors if not isinstance(error, BROKEN)), several)
+        self._wake()
+        self._end()
+        return True
 
     def fail(self, error: BaseException) -> None:
         """End the iteration with an error, which the training loop raises."""
@@ -408,11 +450,11 @@ class ReorderBuffer:
         with self.changed:
             self.changed.wait_for(lambda: self.is_over(), seconds)
 
-    def _with_indices(self, wanted: Range | None) -> Range | None:
-        """Return a range with the encoded indices of the batches, if a client-side sampler has yielded them."""
+    def _with_indices(self, wanted: BatchRequest | None) -> BatchRequest | None:
+        """Return a request with the encoded indices of the batches, if a client-side sampler has yielded them."""
         if wanted is None or not self._indices:
             return wanted
-        return wanted._replace(listed=b"".join(self._indices[k] for k in range(wanted.start, wanted.stop)))
+        return wanted._replace(listed=b"".join(self._indices[k] for k in wanted.batches))
 
     def _wake(self) -> None:
         """Wake all waiting threads and call the callback."""

@@ -1,12 +1,12 @@
-"""Scheduling of batch requests: next range, server and prefetch window. No I/O, no threads.
+"""Scheduling of batch requests: next batches, server and prefetch window. No I/O, no threads.
 
-A request is for a range of batches: one large batch, or many small ones, because the overhead of a response would
-otherwise dominate.
+A request is for one large batch, or for many small ones, because the overhead of a response would otherwise dominate.
 
-With several servers, the client sends a server its next request when the server has responded, so a faster server
-computes more batches. Batches are delivered in order, so the training loop waits for the slowest response. If this
-response is overdue, the client sends the same request to an idle server (a *hedged* request), and uses the first
-response. If the idle server responds first, the server of the original request is ejected for a cooldown.
+With several servers, the client sends each server the requests for the blocks of batches that are assigned to it (see
+`assignment`): all clients of an epoch request a batch from the same server, which computes it once. Batches are
+delivered in order, so the training loop waits for the slowest response. If this response is overdue, the client sends
+the same request to an idle server (a *hedged* request), and uses the first response. If the idle server responds first,
+the server of the original request is ejected for a cooldown.
 """
 
 from __future__ import annotations
@@ -14,23 +14,38 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
-from teleloader.transport.range import Range
+from teleloader.fetch.assignment import BLOCK, BlockAssignment, Member
+from teleloader.transport.request import BatchRequest
 from teleloader_shared.messages import READY_BYTES
+from teleloader_shared.ranges import BatchRanges
+from teleloader_shared.rendezvous import Capacity
 
 COVERED_SECONDS: Final = 0.25
 """Training time that the prefetch window covers, in seconds, to hide the network's latency."""
 COVERED_BYTES: Final = 128 * 2**20
 """Maximum size of the batches that are prefetched for `COVERED_SECONDS`."""
 MAX_WINDOW: Final = 2048
+SHARED_TURNOVER: Final = 4
+"""Prefetch window with several servers, as a multiple of the batches that the training loop takes during a response."""
+TURNOVER_DECAY: Final = 0.98
+"""Factor by which this number may fall from one response to the next."""
+REGISTRATION_S: Final = 0.5
+"""Seconds after the first request in which nothing is prefetched if initial servers have not registered the loader."""
 MAX_WORKERS: Final = 1024
 """Upper limit for the number of workers that a server reports, since each worker enlarges the prefetch window."""
+MIN_BATCH_RATE: Final = 1e-6
+MAX_BATCH_RATE: Final = 1e9
+"""Limits of the batches/s that a server reports; other values count as unknown."""
 MAX_AHEAD: Final = 256
 """Maximum number of batches that a server computes beyond the requested ones."""
 
 HEDGE_QUANTILE: Final = 0.95
 """Quantile of the recent latencies after which a request is hedged."""
+HEDGE_FACTOR: Final = 1.5
+"""Factor of that latency after which a request is hedged: each batch that is computed twice delays other batches."""
 HEDGE_LEAST: Final = 0.05
 """Minimum seconds before a request is hedged, and interval at which idle servers check for overdue requests."""
 HEDGE_UNKNOWN: Final = 1.0
@@ -43,37 +58,54 @@ MAX_COOLDOWN_S: Final = 30.0
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Pending request for batches [start, stop)."""
+    """Pending request."""
 
-    start: int
-    stop: int
-    ahead: int
+    wanted: BatchRequest
+    """Batches that have not arrived."""
     since: float
+    taken: int
+    """Number of the next batch of the training loop at this time."""
     is_hedge: bool = False
     """True if the same batches were already requested from another server."""
 
 
 @dataclass(slots=True)
 class _Server:
-    num_workers: int
+    num_workers: int = 0
+    member: Member | None = None
+    """None until the server has registered the loader, and after it has left."""
+    has_left: bool = False
+    """True if no further request is sent to it."""
     in_flight: deque[_Request] = field(default_factory=deque)
     """Pending requests, in the order of their responses."""
+    responded_at: float = -math.inf
     is_disconnected: bool = False
     cooldown: float = 0.0
     ejected_until: float = -math.inf
+
+    @property
+    def batch_seconds(self) -> float:
+        """Seconds of a worker per batch, as the server reports them; 0 if unknown."""
+        rate = None if self.member is None else self.member.capacity.batch_rate
+        return max(1, self.num_workers) / rate if rate else 0.0
 
 
 class RangeScheduler:
     """Scheduler of requests for the batches [start, stop) of an epoch, on one or several servers.
 
+    Servers may join and leave at any time. Server 0 exists from the beginning; `add_server` adds further ones.
+
     Args:
         start: Number of the first batch.
         stop: End of the epoch, as far as known; changed by `extend` and `shard_ended`.
         prefetch_factor: Batches to prefetch for each of the servers' workers.
-        num_workers: Workers of each server, 0 if unknown; updated by `joined`.
+        num_workers: Workers of server 0, 0 if unknown; updated by `joined`.
         adaptive: Whether to enlarge the window for a fast training loop, and let the server compute batches beyond it.
         shards: Number of shards of an iterable-style dataset, which deliver batches in turn; 0 for map-style.
-        servers: Number of servers; they are numbered from 0.
+        name: Name of server 0 that is the same for all clients.
+        batch_rate: Batches/s that server 0 can compute, as it reports; None if unknown.
+        loader: Key of the loader.
+        epoch: Number of the epoch.
     """
 
     def __init__(
@@ -85,7 +117,10 @@ class RangeScheduler:
         *,
         adaptive: bool = True,
         shards: int = 0,
-        servers: int = 1,
+        name: str = "",
+        batch_rate: float | None = None,
+        loader: str = "",
+        epoch: int = 0,
     ) -> None:
         self.taken = start
         """Number of the next batch that the training loop receives."""
@@ -99,20 +134,34 @@ class RangeScheduler:
         self.hedges = 0
         """Number of batches that were requested from a second server because the first one was slow."""
         self._requested = start
-        """Number of the first batch that was never requested."""
-        self._retries: list[Range] = []
-        """Ranges to request again, because their servers disconnected; sorted."""
+        """Number of the first batch that was neither requested nor assigned to a server."""
+        self._retries: list[BatchRequest] = []
+        """Requests to send again, because the only server disconnected; sorted."""
         self._received_beyond: set[int] = set()
         """Numbers of the batches after `received` that have arrived."""
-        self._servers = [_Server(min(num_workers, MAX_WORKERS)) for _ in range(servers)]
+        self._servers: dict[int, _Server] = {}
+        self._members = 0
+        """Number of servers that have registered the loader and not left."""
+        self._workers = 0
+        """Their workers; a server without workers counts as one."""
+        self._joining: set[int] = set()
+        """Servers that were added before the first request and have not registered the loader. Until they have, the
+        client does not know to which servers the batches are assigned, and would request them elsewhere than others."""
+        self._joining_until = math.inf
+        self._turnover = 0.0
+        """Maximum number of batches that the training loop has taken during a recent response."""
+        self._blocks = BlockAssignment(loader, epoch)
         self._prefetch_factor = prefetch_factor
         self.adaptive = adaptive
         self._shards_left = set(range(shards))
         self._shards = shards
         self._frame_bytes = 0.0
         self._latencies: deque[float] = deque(maxlen=RECENT_RESPONSES)
+        self._waits_since: float | None = None
+        """Time since which `received` is the next batch that has not arrived; None before the first request."""
         self._pace = 0.0
         self._pace_mark: tuple[float, int] | None = None
+        self.joined(self.add_server(), num_workers, name, batch_rate)
 
     # -- selection of requests
 
@@ -133,7 +182,7 @@ class RangeScheduler:
     @property
     def shared(self) -> bool:
         """True if several servers share the batches."""
-        return len(self._servers) > 1
+        return self._members > 1
 
     @property
     def finished(self) -> bool:
@@ -143,9 +192,14 @@ class RangeScheduler:
     @property
     def window(self) -> int:
         """Prefetch window: maximum number of requested batches that the training loop has not received."""
-        least = self._prefetch_factor * sum(max(1, server.num_workers) for server in self._servers)
+        least = self._prefetch_factor * max(1, self._workers)
         if not self.adaptive:
             return least
+        if self._joining:
+            return BLOCK
+        if self.shared:  # twice, because blocks of one server are not evenly spaced
+            # a slow loop needs no more than with one server; for a fast one, the turnover soon equals the window
+            least = min(2 * least, max(2 * least // self._members, math.ceil(SHARED_TURNOVER * self._turnover)))
         covered = self._pace * COVERED_SECONDS
         if self._frame_bytes:
             covered = min(covered, COVERED_BYTES / self._frame_bytes)
@@ -161,125 +215,241 @@ class RangeScheduler:
         room, rest = self.taken + self.window - self._requested, self.stop - self._requested
         return rest > 0 and room > 0 and (room >= self.window // 4 or rest <= room)
 
-    @property
-    def has_retries(self) -> bool:
-        """True if ranges must be requested again, because their servers disconnected."""
-        return bool(self._retries)
-
     def has_work(self, server: int, now: float) -> bool:
-        """Return True if `next_range` would return a range of batches to request from a server."""
-        if self._retries:
+        """Return True if `next_request` would return a request for a server."""
+        if self._servers[server].has_left:
+            return False
+        if self._next_retry() is not None:
             return True
         if self._is_ejected(server, now):
             return False
-        return self.has_room or self._overdue_range(server, now) is not None
+        return self._has_new_batches(server, now) or self._overdue_request(server, now) is not None
 
-    def next_range(self, server: int = 0, now: float = 0.0) -> Range | None:
-        """Return the next range to request from a server, or None if enough requests are pending."""
-        while self._retries:
-            lost = self._retries.pop(0)
-            if (wanted := self._missing(lost)) is not None:
-                return self._add_request(server, wanted, now)
+    def next_request(self, server: int = 0, now: float = 0.0) -> BatchRequest | None:
+        """Return the next request for a server, or None if enough requests are pending."""
+        if self._servers[server].has_left:
+            return None
+        if self._waits_since is None:
+            self._waits_since, self._joining_until = now, now + REGISTRATION_S
+        lost = self._next_retry()
+        if lost is not None:
+            self._retries.remove(lost)
+            return self._add_request(server, lost, now)
         if self._is_ejected(server, now):
             return None
-        if self.has_room:
-            return self._add_request(server, self._new_range(server), now)
-        overdue = self._overdue_range(server, now)
+        if self._has_new_batches(server, now):
+            return self._add_request(server, self._new_request(server), now)
+        overdue = self._overdue_request(server, now)
         if overdue is None:
             return None
-        self.hedges += overdue.stop - overdue.start
+        holder = self._blocks.holder(overdue.batches.start)
+        if holder is not None:
+            return self._add_request(server, BatchRequest(self._blocks.take(holder, 1)), now)
+        self.hedges += len(overdue.batches)
         return self._add_request(server, overdue, now, is_hedge=True)
 
-    def _add_request(self, server: int, wanted: Range, now: float, *, is_hedge: bool = False) -> Range:
-        self._servers[server].in_flight.append(_Request(wanted.start, wanted.stop, wanted.ahead, now, is_hedge))
+    def _add_request(self, server: int, wanted: BatchRequest, now: float, *, is_hedge: bool = False) -> BatchRequest:
+        self._servers[server].in_flight.append(_Request(wanted, now, self.taken, is_hedge))
         return wanted
 
-    def _new_range(self, server: int) -> Range:
-        """Return a range of batches that were never requested."""
+    def _has_new_batches(self, server: int, now: float) -> bool:
+        """Return True if `_new_request` would return a request for the server."""
+        if now >= self._joining_until:
+            self._joining.clear()
+        if self.has_room and self.shared:
+            stop = min(self.stop, max(self.taken + self.window, self.needed))
+            self._blocks.assign(self._requested, stop, self._usable(now))
+            self._requested = stop
+        queue = self._blocks.queue(server)
+        if not queue:
+            return self.has_room
+        is_awaited = queue[0].start <= self.received == self.taken or queue[0].start < self.needed
+        return is_awaited or not self.over_memory
+
+    def _new_request(self, server: int) -> BatchRequest:
+        """Return a request for batches that were never requested, or whose server disconnected."""
+        if self._blocks.queue(server):
+            least = self._servers[server].num_workers + BLOCK - 1  # a block alone would not keep all workers busy
+            return BatchRequest(self._blocks.take(server, max(self._batches_together, least)))
         start = self._requested
-        together = self._batches_together
-        if self.shared:
-            # the next range may go to another server, so this range must occupy all workers of this server, and still
-            # leave the other servers their share of the window
-            share = math.ceil(self.window / (self.connections * len(self._servers)))
-            together = max(self._servers[server].num_workers, min(together, share))
-        self._requested = min(self.stop, max(self.taken + self.window, self.needed), start + together)
-        return Range(start, self._requested, min(self._ahead, self.stop - self._requested))
+        self._requested = min(self.stop, max(self.taken + self.window, self.needed), start + self._batches_together)
+        batches = BatchRanges(range(start, self._requested))
+        return BatchRequest(batches, min(self._ahead(server), self.stop - self._requested))
 
     @property
     def _batches_together(self) -> int:
         """Number of batches in one response."""
         return max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
 
-    @property
-    def _ahead(self) -> int:
-        """Number of batches that the server computes beyond the requested ones."""
-        if self.shared:
-            return 0
-        if self._shards:  # shards deliver in turn, so only one range is requested at a time
+    def _ahead(self, server: int) -> int:
+        """Return the number of batches that the server computes beyond the requested ones."""
+        if self._shards:  # shards deliver in turn, so only one request is sent at a time
             return max(0, self.taken + self.window - self._requested)
-        if not self.adaptive:
+        if not self.adaptive or self._joining:
             return 0
         # as many as the next response can carry, so that the workers stay busy until the next request arrives
-        return max(min(self._batches_together, self.window, MAX_AHEAD), self._servers[0].num_workers)
+        return max(min(self._batches_together, self.window, MAX_AHEAD), self._servers[server].num_workers)
 
-    def _missing(self, wanted: Range) -> Range | None:
-        """Return the part of a range that still has to be received, or None if everything has arrived."""
-        start, stop = max(wanted.start, self.received), min(wanted.stop, self.stop)
-        while start in self._received_beyond:
-            start += 1
-        return wanted._replace(start=start, stop=stop) if start < stop else None
+    def _missing(self, wanted: BatchRequest) -> BatchRequest | None:
+        """Return a request without its first batches that have arrived, or None if all have."""
+        first = next(filter(self.is_missing, wanted.batches), self.stop)
+        rest = wanted.batches.within(first, self.stop)
+        return wanted._replace(batches=rest) if rest else None
+
+    def _next_retry(self) -> BatchRequest | None:
+        """Return the first request of a disconnected server that has to be sent again, or None."""
+        missing = [self._missing(lost) for lost in self._retries]
+        self._retries = [wanted for wanted in missing if wanted is not None]
+        return self._retries[0] if self._retries else None
 
     # -- several servers
 
-    def _is_pending(self, wanted: Range) -> bool:
-        """Return True if a pending request covers the whole range."""
-        in_flight = (request for server in self._servers for request in server.in_flight)
-        return any(request.start <= wanted.start and wanted.stop <= request.stop for request in in_flight)
+    def _is_preferred(self, server: int, k: int, usable: set[int]) -> bool:
+        """Return True unless an idle server precedes this one in the ranking of batch k, and will request it."""
+        for other in self._blocks.ranking(k) if len(usable) > 1 else ():
+            if other == server:
+                return True
+            if other in usable and not self._servers[other].in_flight:
+                return False
+        return True
 
-    def _overdue_range(self, server: int, now: float) -> Range | None:
-        """Return the range to hedge, or None: the rest of another server's request, if it is overdue and awaited."""
-        holding = [
-            (other, request)
-            for other, state in enumerate(self._servers)
+    def _overdue_request(self, server: int, now: float) -> BatchRequest | None:
+        """Return the request to hedge, or None: the rest of another server's, if it is overdue and awaited."""
+        if self.taken < self.received or self._waits_since is None or now - self._waits_since < HEDGE_LEAST:
+            return None
+        held = [
+            (other, max(request.since, state.responded_at), request.wanted._replace(ahead=0))
+            for other, state in self._servers.items()
             for request in state.in_flight
-            if request.start <= self.received < request.stop
+            if request.wanted.batches.place(self.received) is not None
         ]
-        if len(holding) != 1:
+        queued = None if held else self._blocks.holder(self.received)
+        if queued is not None:
+            held = [(queued, self._waits_since, BatchRequest(BatchRanges(self._blocks.queue(queued)[0])))]
+        if not held:
             return None
-        ((other, overdue),) = holding
-        if other == server or now - overdue.since < self._patience:
+        holders = {holder for holder, _, _ in held}
+        holder, since, overdue = max(held, key=lambda holding: holding[1])  # a hedge may be overdue, too
+        if server in holders or now - since < self._patience(holder):
             return None
-        return self._missing(Range(overdue.start, overdue.stop, 0))
+        is_preferred = self._is_preferred(server, overdue.batches.start, self._usable(now) - holders)
+        return self._missing(overdue) if is_preferred else None
 
-    @property
-    def _patience(self) -> float:
-        """Seconds after which a request is hedged."""
+    def _patience(self, holder: int) -> float:
+        """Return the seconds after which a request to a server is hedged."""
+        # responses with batches that were computed for other clients arrive sooner than a batch can be computed
+        computed = HEDGE_FACTOR * self._servers[holder].batch_seconds
         if len(self._latencies) < RECENT_RESPONSES // 4:
-            return HEDGE_UNKNOWN
-        return max(HEDGE_LEAST, sorted(self._latencies)[int(HEDGE_QUANTILE * len(self._latencies))])
+            return max(HEDGE_UNKNOWN, computed)
+        recent = sorted(self._latencies)[int(HEDGE_QUANTILE * len(self._latencies))]
+        return max(HEDGE_LEAST, HEDGE_FACTOR * recent, computed)
+
+    def _usable(self, now: float) -> set[int]:
+        """Return the servers that can be sent requests."""
+        return {number for number, server in self._servers.items() if self._is_usable(server, now)}
+
+    def _is_usable(self, server: _Server, now: float) -> bool:
+        """Return True if a server is connected, not ejected, and not stuck in a request that others have completed."""
+        if server.member is None or server.is_disconnected or now < server.ejected_until:
+            return False
+        oldest = server.in_flight[0] if server.in_flight else None
+        return oldest is None or oldest.is_hedge or any(map(self.is_missing, oldest.wanted.batches))
 
     def _is_ejected(self, server: int, now: float) -> bool:
-        """Return True if the server is ejected for a cooldown and another one is available."""
-        return now < self._servers[server].ejected_until and any(
-            not other.is_disconnected and now >= other.ejected_until for other in self._servers
-        )
+        """Return True if the server is not to be sent requests and another one is available."""
+        if not self.shared or self._is_usable(self._servers[server], now):
+            return False
+        return any(self._is_usable(other, now) for other in self._servers.values())
 
     # -- events
 
-    def joined(self, server: int, num_workers: int) -> None:
-        """Record the worker count that a server reports."""
-        self._servers[server].num_workers = min(num_workers, MAX_WORKERS)
+    def add_server(self) -> int:
+        """Return the number of another server, which is sent requests once it has `joined`."""
+        number = max(self._servers, default=-1) + 1
+        self._servers[number] = _Server()
+        if self._waits_since is None:
+            self._joining.add(number)
+        return number
 
-    def disconnected(self, server: int) -> None:
+    def forget_server(self, server: int) -> None:
+        """Delete the state of a server that has left; a later server may have the same number."""
+        if self._servers[server].has_left:
+            del self._servers[server]
+
+    def joined(
+        self, server: int, num_workers: int, name: str = "", batch_rate: float | None = None, now: float = 0.0
+    ) -> None:
+        """Record that a server has registered the loader.
+
+        Its name and rate are those of its first registration, which are the same for all clients of the epoch.
+
+        Args:
+            server: Number of the server.
+            num_workers: Its number of workers.
+            name: Name of the server that is the same for all clients.
+            batch_rate: Batches/s that it can compute, as it reports; None if unknown.
+            now: The time.
+        """
+        state = self._servers[server]
+        if state.has_left:
+            return
+        state.num_workers = min(num_workers, MAX_WORKERS)
+        state.is_disconnected = False
+        self._joining.discard(server)
+        if state.member is None:
+            is_valid = batch_rate is not None and MIN_BATCH_RATE <= batch_rate <= MAX_BATCH_RATE
+            state.member = Member(name or str(server), Capacity(state.num_workers, batch_rate if is_valid else None))
+        self._members_changed(now)
+
+    def remove_server(self, server: int, now: float = 0.0) -> None:
+        """Send no further request to a server; pending responses are still received."""
+        state = self._servers[server]
+        state.has_left, state.member = True, None
+        self._joining.discard(server)
+        self._members_changed(now)
+
+    def awaits_others(self, server: int) -> bool:
+        """Return True if a response of another server is pending."""
+        return any(state.in_flight for number, state in self._servers.items() if number != server)
+
+    def has_left(self, server: int) -> bool:
+        """Return True if a server was removed, and none of its responses is pending."""
+        state = self._servers[server]
+        return state.has_left and not state.in_flight
+
+    def disconnected(self, server: int, now: float = 0.0) -> None:
         """Reschedule the pending requests of a server whose connection broke."""
         gone = self._servers[server]
         gone.is_disconnected = True
-        in_flight = list(gone.in_flight)
+        self._joining.discard(server)
+        lost = [request.wanted for request in gone.in_flight]
         gone.in_flight.clear()
-        lost = [self._missing(Range(request.start, request.stop, request.ahead)) for request in in_flight]
-        self._retries += [wanted for wanted in lost if wanted is not None and not self._is_pending(wanted)]
-        self._retries.sort()
+        self._retry(lost, now)
+        if gone.member is not None:
+            self._blocks.reassign(server, self._usable(now))
+
+    def _retry(self, lost: list[BatchRequest], now: float) -> None:
+        """Reschedule failed requests, except for batches that are pending on another server."""
+        usable = self._usable(now)
+        requests = (request.wanted for state in self._servers.values() for request in state.in_flight)
+        pending = {k for wanted in requests for k in wanted.batches}
+        for wanted in lost:
+            rest = BatchRanges.of(k for k in wanted.batches if self.is_missing(k) and k not in pending)
+            if self.shared:  # by blocks, because other clients have grouped these batches differently
+                for each in rest.ranges:
+                    self._blocks.assign(each.start, each.stop, usable)
+            elif rest:
+                self._retries.append(wanted)
+        self._retries.sort(key=lambda wanted: wanted.batches.start)
+
+    def _members_changed(self, now: float) -> None:
+        members = {number: state.member for number, state in self._servers.items() if state.member is not None}
+        self._members = len(members)
+        self._workers = sum(max(1, self._servers[number].num_workers) for number in members)
+        unassigned = [BatchRequest(BatchRanges(each)) for each in self._blocks.set_members(members, self._usable(now))]
+        lost, self._retries = self._retries + unassigned, []
+        self._retry(lost, now)
+        self._reassign_unusable(now)
 
     def extend(self, stop: int) -> None:
         """Set the end of the epoch, as far as known, to batch `stop` (exclusive)."""
@@ -296,34 +466,50 @@ class RangeScheduler:
         """Return True if batch k has not arrived."""
         return k >= self.received and k not in self._received_beyond
 
-    def arrived(self, count: int, nbytes: int, server: int = 0, now: float = 0.0) -> Range | None:
+    def arrived(self, count: int, nbytes: int, server: int = 0, now: float = 0.0) -> BatchRequest | None:
         """Record that the first `count` batches (`nbytes` bytes together) of a server's oldest request have arrived.
 
         Returns:
-            The rest of the range, which must be the next request on the same connection; None if nothing is left.
+            The request for the rest, which must be the next request on the same connection; None if nothing is left.
         """
         responding = self._servers[server]
         request = responding.in_flight[0]
-        missing = set(range(max(request.start, self.received), request.start + count)) - self._received_beyond
+        missing = set(filter(self.is_missing, islice(request.wanted.batches, count)))
         self._received_beyond |= missing
+        if self.received in self._received_beyond:
+            self._waits_since = now
         while self.received in self._received_beyond:
             self._received_beyond.remove(self.received)
             self.received += 1
         mean = nbytes / count
         self._frame_bytes = mean if not self._frame_bytes else 0.8 * self._frame_bytes + 0.2 * mean
         self._latencies.append(now - request.since)
+        self._turnover = max(self.taken - request.taken, TURNOVER_DECAY * self._turnover)
+        responding.responded_at = now
         responding.is_disconnected = False
+        rest = self._missing(request.wanted)
+        if rest is None or responding.has_left:
+            responding.in_flight.popleft()
+        else:
+            request.wanted, request.since, request.taken = rest, now, self.taken
         if missing:
             responding.cooldown = 0.0
         elif not request.is_hedge:
             responding.cooldown = min(MAX_COOLDOWN_S, max(MIN_COOLDOWN_S, 2 * responding.cooldown))
             responding.ejected_until = now + responding.cooldown
-        rest = self._missing(Range(request.start + count, request.stop, request.ahead))
-        if rest is None:
-            responding.in_flight.popleft()
-        else:
-            request.start, request.stop, request.since = rest.start, rest.stop, now
+        if self.shared and (request.is_hedge or not missing):
+            self._reassign_unusable(now)
+        if rest is not None and responding.has_left:
+            self._retry([rest], now)
+            return None
         return rest
+
+    def _reassign_unusable(self, now: float) -> None:
+        """Assign the queued batches of unusable servers to usable ones."""
+        usable = self._usable(now)
+        for number, state in self._servers.items():
+            if usable and state.member is not None and number not in usable:
+                self._blocks.reassign(number, usable)
 
     def paced(self, now: float) -> None:
         """Update the estimated batch rate of the training loop; called whenever batches arrive."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader_shared import delivered
 from teleloader_shared.codec import End, Failure, Frame
 from teleloader_shared.delivered import Delivered
@@ -31,11 +31,11 @@ class DeliveredShards:
         self._shards: list[Delivered | None] = [None] * spec.shards
         self._unrequested = set(range(spec.shards))
 
-    def request(self, wanted: Range) -> None:
+    def request(self, wanted: BatchRequest) -> None:
         """Record that a server may start to iterate the shards of these batches."""
         if not self._unrequested:
             return
-        for batch in range(wanted.start, wanted.stop + wanted.ahead):
+        for batch in range(wanted.batches.start, wanted.batches.stop + wanted.ahead):
             number, shard = divmod(batch, self._spec.shards)
             if shard in self._unrequested:
                 self._unrequested.remove(shard)

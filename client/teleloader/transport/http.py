@@ -14,13 +14,13 @@ import ssl
 import time
 from collections.abc import Callable
 from typing import Any, Final
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlsplit
 
 from teleloader.api.control import MAX_PROBLEM_BYTES, Server
 from teleloader.api.responses import error_of, parse_retry_after
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.interface import BatchServer, SilentConnection, TransportError
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import RequestTrace
 from teleloader_shared.codec import Memory
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
@@ -62,6 +62,24 @@ class HttpServer(BatchServer):
             return HttpConnection(self, batches_path(key, epoch), consumer, report)
         except OSError as error:
             raise self.broke(error) or _broken(error) from error
+
+
+class _SecureConnection(http.client.HTTPConnection):
+    """HTTPS connection that verifies the certificate of the server's `server_name`, which may not be the host.
+
+    The base class is not ``HTTPSConnection``, which would load the CAs of the system for each connection.
+    """
+
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(self, netloc: str, server: Server) -> None:
+        super().__init__(netloc, timeout=server.timeout)
+        self._server = server
+
+    def connect(self) -> None:
+        """Connect and perform the TLS handshake."""
+        super().connect()
+        self.sock = self._server.credentials.context().wrap_socket(self.sock, server_hostname=self._server.server_name)
 
 
 class BoundedReader(io.RawIOBase):
@@ -147,9 +165,7 @@ class HttpConnection:
         self._consumer = consumer
         self._report = report
         if parts.scheme == "https":
-            self._http: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.netloc, timeout=server.timeout, context=server.credentials.context()
-            )
+            self._http: http.client.HTTPConnection = _SecureConnection(parts.netloc, server)
         else:
             self._http = http.client.HTTPConnection(parts.netloc, timeout=server.timeout)
         self._http.connect()
@@ -173,8 +189,8 @@ class HttpConnection:
         """False if the connection is known to be broken or closed."""
         return self._http.sock is not None and not self._arrival.select(0)
 
-    def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
-        """Send the HTTP request for a range of batches."""
+    def send(self, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:
+        """Send the HTTP request for batches."""
         self._sent_token = self._server.credentials.token
         headers = {
             CONSUMER_HEADER: self._consumer,
@@ -184,13 +200,11 @@ class HttpConnection:
         self.trace = trace
         if trace is not None:
             headers |= trace.headers
+        method, path = "POST", self._path
         if wanted.listed is None:
-            query = urlencode({"start": wanted.start, "stop": wanted.stop, "ahead": wanted.ahead, "ready": "true"})
-            method, body = "GET", None
-        else:
-            method, query, body = "POST", f"start={wanted.start}", wanted.listed
+            method, path = "GET", f"{path}?ranges={wanted.batches}&ahead={wanted.ahead}&ready=true"
         try:
-            self._http.request(method, f"{self._path}?{query}", body, headers)
+            self._http.request(method, path, wanted.listed, headers)
         except (OSError, http.client.HTTPException) as error:
             raise _broken(error) from error
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from teleloader.api.control import Server
 from teleloader.tensors.memory import HostBuffers
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import RequestTrace
 from teleloader_shared.codec import Memory
 from teleloader_shared.messages import ConsumerReport
@@ -34,11 +34,11 @@ class Connection(Protocol):
     def is_usable(self) -> bool:
         """False if the connection is known to be broken or closed, for example after an idle timeout."""
 
-    def send(self, wanted: Range, trace: RequestTrace | None = None) -> None:
-        """Send the request for a range of batches; `receive` returns the response.
+    def send(self, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:
+        """Send a request for batches; `receive` returns the response.
 
         Args:
-            wanted: Range of batches to request.
+            wanted: Batches to request.
             trace: Span of this request; None if tracing is disabled.
 
         Raises:
@@ -46,11 +46,11 @@ class Connection(Protocol):
         """
 
     def receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
-        """Receive the response: the frames of one or more batches from the start of the range.
+        """Receive the response: the frames of one or more of the first requested batches.
 
         Args:
             buffers: Allocator of the memory to receive into.
-            batches: Number of batches in the range.
+            batches: Number of requested batches.
             max_bytes: Maximum size of the response.
 
         Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from teleloader.transport.range import Range
+from teleloader.transport.request import BatchRequest
 from teleloader_shared import tracing
 
 if TYPE_CHECKING:
@@ -30,11 +30,12 @@ class IterationTrace:
         self._within: Context = context.get_current()
         self._attributes: dict[str, str | int] = {"teleloader.loader": key, "teleloader.epoch": epoch}
 
-    def start(self, wanted: Range) -> RequestTrace:
+    def start(self, wanted: BatchRequest) -> RequestTrace:
         """Start the span of a batch request."""
         from opentelemetry.trace import SpanKind
 
-        attributes = self._attributes | {"teleloader.start": wanted.start, "teleloader.stop": wanted.stop}
+        batches = wanted.batches
+        attributes = self._attributes | {"teleloader.start": batches.start, "teleloader.stop": batches.stop}
         return RequestTrace(
             tracing.tracer().start_span("teleloader request", self._within, SpanKind.CLIENT, attributes=attributes)
         )

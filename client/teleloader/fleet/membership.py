@@ -1,0 +1,56 @@
+"""Servers that a client knows, derived from successive listings of a directory. No I/O, no clock.
+
+The rules:
+
+1. A listed server joins at once.
+2. Servers that are missing from an empty, unreadable or partly invalid listing stay.
+3. A server leaves if a complete listing does not contain it, and no listing has contained it for the grace time of the
+   directory.
+4. A server that fails leaves at once if the last listing with servers does not contain it. This listing may be
+   incomplete, for example while a registry does not respond. A client that knew a server always knows one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from teleloader_shared.directory import MAX_SERVERS, Listing
+
+
+class Membership:
+    """Set of servers that a client knows, updated from directory listings by the rules in the module docstring.
+
+    Args:
+        grace: Seconds without the server in listings after which it leaves.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._absent_since: dict[str, float | None] = {}
+        """Time of the first listing without the server, or None if the last listing contains it, by URL."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """URLs of the known servers, in the order in which they joined."""
+        return tuple(self._absent_since)
+
+    def observe(self, listing: Listing, now: float) -> None:
+        """Record a listing of the directory at the time `now`, in seconds of a monotonic clock."""
+        listed = dict.fromkeys(entry.url for entry in listing.entries)
+        for url in set(self._absent_since).difference(listed) if listed else ():
+            since = self._absent_since[url]
+            self._absent_since[url] = since = now if since is None else since
+            if listing.is_complete and now - since >= self._grace:
+                del self._absent_since[url]
+        for url in listed:
+            if url in self._absent_since or len(self._absent_since) < MAX_SERVERS:
+                self._absent_since[url] = None
+
+    def failed(self, url: str) -> None:
+        """Record that a server does not respond."""
+        if self._absent_since.get(url) is not None and len(self._absent_since) > 1:
+            del self._absent_since[url]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the monotonic clock of another machine has other times
+        return {**vars(self), "_absent_since": dict.fromkeys(self._absent_since)}
