@@ -26,6 +26,7 @@ CONTRACTS: Final = [
 
 FORBIDDEN: Final = {
     "client and server know shared, and not each other": ("client/teleloader/errors.py", "teleloader_server"),
+    "only teleloader_server.ray imports Ray": ("server/teleloader_server/cli/__init__.py", "ray"),
     "client: the loader iterates, fetch decides what to request, transports carry it": (
         "client/teleloader/errors.py",
         "teleloader.loader",

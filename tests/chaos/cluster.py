@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import psutil
 
+from teleloader import DataLoader, RemoteDataset
 from tests.chaos.consumer import Orders
 from tests.chaos.roles import ROLES
 from tests.chaos.schedule import SERVERS
@@ -30,8 +31,10 @@ MEMORY_BUDGET: Final = 16 * 2**20
 SHUTDOWN_GRACE: Final = 2.0
 START_TRIES: Final = 5
 TARGET: Final = "tests.chaos.dataset"
+FIRST_BATCH_SIZE: Final = 8
 WORKER_DESCRIPTORS: Final = 4
 """Descriptors that a server may hold per worker."""
+_COUNTED: Final = ("Pss_Anon:", "Pss_Shmem:")
 MARK: Final = "TELELOADER_TESTS_CHAOS"
 """Environment variable of all processes of a run, which identifies those that outlive it."""
 
@@ -66,8 +69,9 @@ class Host:
         """Held while the server is stopped or suspended, until it runs again."""
         self.starts = 0
         self.server = self._start()
+        self._load_an_epoch()
         self.baseline = sum(memory_of(self.processes()).values())
-        """Memory of the server in bytes before the first client."""
+        """Memory of the server and its workers in bytes after one epoch without faults."""
         self.descriptors = self._descriptors()
         self.proxy = FaultProxy(self.url, seed=seed)
 
@@ -128,6 +132,10 @@ class Host:
         finally:
             self._trouble.remove(changes)
             self._set_line()
+
+    def _load_an_epoch(self) -> None:
+        for _ in DataLoader(RemoteDataset(self.url, "plain"), FIRST_BATCH_SIZE, output="numpy"):
+            pass
 
     def _set_line(self) -> None:
         self.proxy.line = Line(**{name: value for changes in self._trouble for name, value in changes.items()})
@@ -271,12 +279,15 @@ class Cluster:
 
 
 def memory_of(processes: list[psutil.Process]) -> dict[int, int]:
-    """Return the proportional set size of each process in bytes."""
+    """Return the memory of each process in bytes: its share of anonymous and shared memory (PSS).
+
+    Mapped files do not count: they can be dropped, and their share depends on the other processes of the machine.
+    """
     found = {}
     for process in processes:
-        with suppress(psutil.Error, OSError, ValueError, StopIteration):
+        with suppress(psutil.Error, OSError):
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-            found[process.pid] = 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+            found[process.pid] = 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(_COUNTED))
     return found
 
 

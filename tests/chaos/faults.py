@@ -139,7 +139,7 @@ def _fill_memory(host: Host, fault: Fault) -> bool:
             sockets.append(greedy)
             greedy.connect(_address(host))
             stop = LENGTH // GREEDY_BATCH
-            path = f"{batches_path(key, fault.seed + len(sockets))}?start=0&stop={stop}&ahead=4096"
+            path = f"{batches_path(key, fault.seed + len(sockets))}?ranges=0:{stop}&ahead=4096"
             greedy.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         time.sleep(fault.seconds)
     except (OSError, httpx.HTTPError):

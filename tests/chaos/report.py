@@ -68,7 +68,7 @@ def _consumers(outcome: Outcome) -> Table:
 
 
 def _memory(outcome: Outcome) -> Table:
-    table = _table("memory (PSS)", "process", "peak", "bound")
+    table = _table("memory without mapped files (PSS)", "process", "peak", "bound")
     for found in outcome.memory:
         table.add_row(found.name, f"{found.peak / 2**20:.0f} MiB", f"{found.bound / 2**20:.0f} MiB")
     return table

@@ -15,7 +15,7 @@ import psutil
 from tests.chaos.cluster import MARK, MEMORY_BUDGET, Cluster, memory_of
 
 INTERVAL: Final = 0.5
-SLACK: Final = 64 * 2**20
+SLACK: Final = 32 * 2**20
 CLIENT_BOUND: Final = 192 * 2**20
 """Maximum memory of a consumer: Python with NumPy, and its prefetched batches."""
 LEAVE_TIME: Final = 10.0

@@ -156,7 +156,7 @@ class Page:
                 self._exported.setenv(name, value)
                 self._on_the_trainer[name] = value
             return None
-        if words[0] == "teleloader-server" and not {"check", "token", "--help", "--version"} & set(words):
+        if words[0] == "teleloader-server" and not {"check", "ray", "token", "--help", "--version"} & set(words):
             return self._serve(words[1:])
         return self._run(command, is_endless="--watch" in words)
 

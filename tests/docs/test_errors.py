@@ -611,6 +611,36 @@ def _(start_server: StartServer) -> str:
     return raised_by(lambda: RemoteDataset(urls, "train"))
 
 
+@meets("Servers with different library versions")
+def _(server: ServerProcess) -> str:
+    remote = RemoteDataset(server.url, "train", reconnect_timeout=0)
+    remote.environment = "Python 3.11, numpy 1.26.4"
+    return raised_by(lambda: list(DataLoader(remote)))
+
+
+@meets("Directory without servers")
+def _() -> str:
+    return raised_by(lambda: RemoteDataset("file:///shared/job.servers", "train", reconnect_timeout=0.1))
+
+
+def refusal(url: str, tmp_path: Path) -> str:
+    """Return the error of a file that lists only this server."""
+    (tmp_path / "job.servers").write_text(url)
+    return raised_by(lambda: RemoteDataset(f"file://{tmp_path}/job.servers", "train")).replace(
+        f"file://{tmp_path}", "file:///shared"
+    )
+
+
+@meets("Server from a directory without TLS")
+def _(tmp_path: Path) -> str:
+    return refusal("http://10.0.0.5:8000", tmp_path)
+
+
+@meets("Server from a directory without a CA")
+def _(tmp_path: Path) -> str:
+    return refusal("https://10.0.0.5:8000", tmp_path)
+
+
 @meets("Iterator in a forked process")
 def _(server: ServerProcess) -> str:
     batches = iter(DataLoader(RemoteDataset(server.url, "train"), output="numpy"))

@@ -23,11 +23,10 @@ HOSTED = "tests.end_to_end.hosted:"
 
 
 def run_server(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Return exit code and stderr of a server that does not start."""
+    """Return exit code and stderr of a server that does not start, on a free port by default."""
     command = [sys.executable, "-c", "from teleloader_server.cli import main; main()", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}, check=False
-    )
+    environment = {**os.environ, "TELELOADER_PORT": "0", **environment}
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment, check=False)
     return done.returncode, " ".join(done.stderr.split())
 
 

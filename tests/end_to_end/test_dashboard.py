@@ -160,6 +160,73 @@ def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Ope
     until(page.locator("#state"), "Draining")
 
 
+def shown_servers(page: Page) -> list[str]:
+    """Return the lines of the list of servers."""
+    return [" ".join(line.split()) for line in page.locator("#server-list li").all_inner_texts()]
+
+
+def test_one_server_has_no_list_of_servers(server: MadeUpServer, open_page: Open) -> None:
+    """Also if it announces itself to itself, at another name of its host."""
+    server.listed = [{"url": "http://cpu-box:8000", "instance": "own"}]
+    page = open_page(server.url)
+    page.wait_for_timeout(1000)
+    assert not page.locator("#servers").is_visible()
+
+
+def test_announced_servers_are_listed_with_links(server: MadeUpServer, open_page: Open) -> None:
+    """In the order of their numbers, each once; servers that join and leave are seen without a reload."""
+    server.listed = [{"url": f"http://10.0.0.{n}:8000", "instance": f"{n}"} for n in (12, 3)]
+    page = open_page(server.url)
+    until(page.locator("#servers"), "3 servers")
+    own = f"ready {server.url} this server"
+    assert shown_servers(page) == ["ready http://10.0.0.3:8000", "ready http://10.0.0.12:8000", own]
+    links = page.locator("#server-list a")
+    assert [link.get_attribute("href") for link in links.all()] == ["http://10.0.0.3:8000", "http://10.0.0.12:8000"]
+    server.listed = server.listed[:1]
+    server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, draining=True))
+    until(page.locator("#servers"), "2 servers")
+    assert shown_servers(page) == ["ready http://10.0.0.12:8000", f"draining {server.url} this server"]
+
+
+def test_servers_of_the_same_supervisor_are_listed(server: MadeUpServer, open_page: Open) -> None:
+    """Only their ports are known, unless they announce themselves, and no port of another machine."""
+    port = int(server.url.rpartition(":")[2])
+    ports = [port, port + 1]
+    server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, ports=ports))
+    page = open_page(server.url)
+    until(page.locator("#servers"), "2 servers")
+    assert shown_servers(page) == [f"ready {server.url} this server", f"unknown http://127.0.0.1:{port + 1}"]
+    server.listed = [{"url": f"http://cpu-box:{each}", "instance": "own" if each == port else "b"} for each in ports]
+    until(page.locator("#servers"), "cpu-box")
+    assert shown_servers(page) == [f"ready {server.url} this server", f"ready http://cpu-box:{port + 1}"]
+    server.listed = []
+    server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, ports=[1, 2]))
+    page.locator("#servers").wait_for(state="hidden")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_many_servers_with_hostile_urls_fit_on_a_phone(server: MadeUpServer, open_page: Open, scheme: str) -> None:
+    """URLs are text; only web pages are linked, and following a link sends no referrer."""
+    urls = [f"http://loader-{n}.{'a-long-name.' * 8}example:8000" for n in range(300)]
+    hostile = ["javascript:alert(1)", f"http://cpu-box/{HOSTILE}", f"data:text/html,{HOSTILE}"]
+    server.listed = [{"url": url, "instance": url} for url in hostile]
+    page = open_page(server.url, viewport=PHONE, color_scheme=scheme)
+    until(page.locator("#servers"), "4 servers")
+    assert {f"ready {url}" for url in hostile} < set(shown_servers(page))
+    assert page.locator("#server-list a").count() == 1
+    server.listed += [{"url": url, "instance": url} for url in urls]
+    until(page.locator("#servers"), "304 servers")
+    until(page.locator("#more-servers"), "104 more servers are not shown.")
+    assert page.locator("#server-list a[href^='http:']").count() == page.locator("#server-list a").count() == 198
+    assert page.locator("#server-list :is(img, script)").count() == 0
+    assert page.locator("#server-list a:not([rel=noreferrer])").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    box = page.locator("#servers").bounding_box()
+    assert box is not None
+    assert box["height"] < 300
+    assert page.evaluate(CONTRAST) == []
+
+
 def test_the_worst_diagnosis_is_the_first_sentence(server: MadeUpServer, open_page: Open) -> None:
     """The order is loader, network, balanced, training; below it are the numbers of consumers of each."""
     diagnoses = [UNKNOWN, TRAINER, BALANCED, NETWORK, CONSUMER.diagnosis]

@@ -83,7 +83,7 @@ def test_requests_that_cannot_be_completed_get_an_error(start_server: StartServe
     assert not any("ERROR" in line or "Traceback" in line for line in server.log), "".join(server.log)
 
 
-@pytest.mark.parametrize("query", ["/0", "?start=0&stop=8"], ids=["one batch", "a stream"])
+@pytest.mark.parametrize("query", ["/0", "?ranges=0:8"], ids=["one batch", "a stream"])
 def test_clients_that_do_not_read_keep_no_server_alive(start_server: StartServer, query: str) -> None:
     """The server exits within the grace period, without errors in the log and without remaining processes."""
     server = start_server(TARGET + "heavy", "--num-workers", "2", "--shutdown-grace", "1")

@@ -173,7 +173,7 @@ def test_a_connection_ends_with_the_server_at_once(start_server: StartServer) ->
     with socket.create_connection((host, int(port))) as client:
         client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = b""
-        while not answer.endswith(b'{"status":"ok"}'):
+        while not answer.endswith(b'"}'):
             answer += client.recv(4096)
         os.kill(server.worker_pids()[0], signal.SIGKILL)
         server.await_line("restarted as pid")

@@ -129,6 +129,13 @@ def test_an_extra_that_is_not_installed(folder: Path, program: str, module: str,
     assert "Traceback" not in text
 
 
+def test_ray_that_is_not_installed(folder: Path) -> None:
+    """Its extra is another one."""
+    text = said(folder, f"import sys; sys.modules['ray'] = None; {SERVER}", "ray", "status")
+    assert text.endswith("requires ray, which is not installed: pip install 'teleloader[ray]'")
+    assert "Traceback" not in text
+
+
 @pytest.mark.parametrize("module", ["uvloop", "fastapi", "uvicorn", "websockets"])
 def test_an_object_that_cannot_be_hosted_for_want_of_a_package(folder: Path, module: str) -> None:
     """The local process raises the same error, without waiting for a server."""
@@ -174,7 +181,7 @@ def elsewhere(**answers: object) -> Iterator[str]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = answers.get(self.path.removeprefix("/v1/"))
+            found = answers.get(self.path.partition("?")[0].removeprefix("/v1/"))
             body = json.dumps(found or "no such page").encode()
             self.send_response(200 if found else 404)
             self.send_header("Content-Length", str(len(body)))

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
 from teleloader import DataLoader, DatasetChanged, RemoteDataset, ServerUnavailable, UnknownDataset
+from teleloader.transport.http import HttpConnection
+from teleloader.transport.request import BatchRequest
+from teleloader.transport.tracing import RequestTrace
+from teleloader_server import serve
 from tests.conftest import ServerProcess, StartServer, eventually
+from tests.end_to_end import hosted
 
 TARGET = "tests.end_to_end.hosted:"
-GONE = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 """Nobody listens there."""
 
 
@@ -49,6 +57,76 @@ def test_batches_come_from_all_servers(start_server: StartServer) -> None:
     loader, expected = load(*servers)
     assert rest(iter(loader)) == expected
     assert all(computed(server) > 0 for server in servers)
+
+
+@pytest.mark.parametrize("own_order", [False, True], ids=["the plan", "an order of the client's own"])
+def test_small_batches_of_several_blocks_are_requested_together(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, own_order: bool
+) -> None:
+    """One request contains all blocks that are due, with the seeded order and with a client-side sampler."""
+    requests: list[BatchRequest] = []
+    send = HttpConnection.send
+
+    def record(connection: HttpConnection, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:
+        requests.append(wanted)
+        send(connection, wanted, trace)
+
+    monkeypatch.setattr(HttpConnection, "send", record)
+    servers = [start(start_server) for _ in range(2)]
+    dataset = RemoteDataset([server.url for server in servers], "data")
+    order = np.random.default_rng(1).permutation(100_000).reshape(-1, 20)
+    if own_order:
+        loader = DataLoader(dataset, batch_sampler=order.tolist(), prefetch_factor=64, num_workers=1, output="numpy")
+    else:
+        loader = DataLoader(dataset, 20, shuffle=True, seed=5, output="numpy")
+        order = np.array([indices.tolist() for indices in loader.plan(0)])
+    assert rest(iter(loader)) == order.tolist()
+    assert sum(map(computed, servers)) <= 1.15 * len(order)
+    together = [wanted for wanted in requests if len(wanted.batches.ranges) > 1]
+    assert len(together) > 10
+    assert max(len(wanted.batches) for wanted in together) > 16
+
+
+def shared_epochs(servers: list[ServerProcess], batch_size: int) -> list[list[list[int]]]:
+    """Return what four consumers receive that share a shuffled epoch of 1,000 samples."""
+
+    def epoch(_: int) -> list[list[int]]:
+        dataset = RemoteDataset([server.url for server in servers], "data")
+        return [batch.tolist() for batch in DataLoader(dataset, batch_size, shuffle=True, seed=7, output="numpy")]
+
+    with ThreadPoolExecutor(4) as threads:
+        epochs = list(threads.map(epoch, range(4)))
+    assert all(found == epochs[0] for found in epochs)
+    assert sorted(itertools.chain(*epochs[0])) == list(range(1000))
+    return epochs
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_consumers_of_an_epoch_share_the_batches_of_all_servers(start_server: StartServer, count: int) -> None:
+    """Each batch is computed once, on the server that all consumers choose."""
+    servers = [start(start_server, dataset="unhurried") for _ in range(count)]
+    epochs = shared_epochs(servers, 5)
+    assert all(computed(server) > 0 for server in servers)
+    # on a busy machine, some requests are hedged; the simulation in tests/client holds the limit of 1.05
+    assert sum(map(computed, servers)) <= 1.15 * len(epochs[0])
+
+
+def test_a_faster_server_computes_more_batches() -> None:
+    """A faster server computes more batches from the second epoch on, when its rate is known."""
+    with (
+        serve(hosted.Paced(0.001), num_workers=1) as fast,
+        serve(hosted.Paced(0.004), num_workers=1) as slow,
+    ):
+        counts = []
+        for epoch in range(2):
+            loader = DataLoader(RemoteDataset([fast, slow]), 5, shuffle=True, seed=7, output="numpy")
+            loader.set_epoch(epoch)
+            assert len(list(loader)) == 100
+            counts.append([httpx.get(f"{url}/stats").json()["datasets"][0]["batches_computed"] for url in (fast, slow)])
+    (first_fast, first_slow), (both_fast, both_slow) = counts
+    assert first_fast < 2.3 * first_slow, "about half of the batches, and some that are taken over"
+    assert both_fast - first_fast > 2.3 * (both_slow - first_slow) > 0
+    assert both_fast + both_slow <= 1.15 * 200
 
 
 def test_an_order_of_the_clients_own_is_made_by_all_servers(start_server: StartServer) -> None:
@@ -151,7 +229,7 @@ def test_when_no_server_is_left_that_is_an_error_in_bounded_time(start_server: S
 def test_with_no_server_at_all_there_is_no_dataset() -> None:
     """As with one."""
     with pytest.raises(ServerUnavailable, match=r"cannot connect to http://127\.0\.0\.1:9"):
-        RemoteDataset([GONE, "http://127.0.0.1:11"], "data", reconnect_timeout=0)
+        RemoteDataset([UNREACHABLE, "http://127.0.0.1:11"], "data", reconnect_timeout=0)
 
 
 def test_servers_must_host_the_same(start_server: StartServer) -> None:

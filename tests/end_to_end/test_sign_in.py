@@ -37,10 +37,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def table(tmp_path: Path) -> TokenTable:
-    """Create tokens for statistics and batches, and for batches only."""
+    """Create tokens for statistics and batches, for batches only, and for announcements."""
     made = TokenTable(tmp_path / "tokens.toml")
     made.add("anna")
     made.add("trainer", "read")
+    made.add("fleet", "announce")
     made.write()
     return made
 
@@ -137,6 +138,21 @@ def test_a_token_without_the_scope_stats_is_reported(visit: Open, table: TokenTa
     page.get_by_role("button", name="Sign out trainer").click()
     until(page, "#state", "Signed out")
     assert not page.get_by_role("button", name="Sign out").is_visible()
+
+
+def test_servers_are_listed_after_sign_in(
+    visit: Open, table: TokenTable, server: ServerProcess, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page requests them from its own server only, as verified after each test."""
+    monkeypatch.setenv("TELELOADER_ANNOUNCE_TOKEN", table.secrets["fleet"])
+    other = start_server(NUMBERS, "--num-workers", "1", "--announce", f"registry+{server.url}")
+    page = visit().page
+    until(page, "#state", "Signed out")
+    assert not page.locator("#servers").is_visible()
+    sign_in(page, table.secrets["anna"])
+    until(page, "#server-list", other.url)
+    until(page, "#servers-title", "2 servers")
+    assert page.get_by_role("link", name=other.url).get_attribute("href") == other.url
 
 
 def test_the_form_comes_back_when_the_token_is_removed(visit: Open, table: TokenTable) -> None:

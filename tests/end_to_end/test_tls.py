@@ -181,6 +181,13 @@ def test_files_that_cannot_be_used_are_named(server: ServerProcess, tmp_path: Pa
     assert f"cannot load the certificate {file}" in refusal(server.url, cert=str(file))
 
 
+def test_the_ca_may_be_text(server: ServerProcess, files: Files) -> None:
+    """The text of the file has the same effect, also in a pickle."""
+    dataset = RemoteDataset(server.url, "numbers", ca=Path(files.ca).read_text())
+    assert pickle.loads(pickle.dumps(dataset))[3] == [3, 9.0]
+    assert "cannot load CA certificates from ca=" in refusal(server.url, ca="-----BEGIN CERTIFICATE-----\nno")
+
+
 def test_a_server_that_is_not_there_is_still_waited_for(files: Files, free_port: int) -> None:
     """With TLS, the client also retries to connect to an unavailable server."""
     with pytest.raises(ServerUnavailable, match=r"tried for 0\.2 s"):
@@ -415,3 +422,19 @@ def test_a_server_with_tls_restarts_during_training(files: Files, start_server: 
     threading.Thread(target=start_server, args=(MANY, *tls(*pair)), kwargs={"port": free_port}).start()
     seen += [batch.tolist() for batch in batches]
     assert [index for batch in seen for index in batch] == list(range(100_000))
+
+
+def test_servers_of_a_dns_name_must_have_a_certificate_for_the_name(
+    files: Files, start_server: StartServer, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Certificates of servers behind a DNS name must contain the name, and need not contain the IP addresses."""
+
+    def resolve(host: str, port: int, *more: Any, **options: Any) -> Any:
+        return resolved("127.0.0.1" if host == "loaders.example" else host, port, *more, **options)
+
+    resolved = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    start_server(NUMBERS, *tls(*files.make("named", "loaders.example")), port=free_port)
+    assert sorted(numbers_at(f"dns+https://loaders.example:{free_port}", ca=files.ca)) == list(range(100))
+    # the address of the server is not sufficient
+    assert "the server's certificate is for another name" in refusal(f"https://127.0.0.1:{free_port}", ca=files.ca)

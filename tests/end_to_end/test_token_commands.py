@@ -88,7 +88,7 @@ def test_add_can_write_the_token_to_a_new_file(file: Path, tmp_path: Path) -> No
         (("ops",), "cannot add token 'ops': .* already has an entry of that name. Choose another name, or replace"),
         (("a b",), "'a b': expected 1 to 64 letters, digits, '.', '_' and '-', starting with a letter or digit"),
         (("",), "'': expected 1 to 64 letters"),
-        (("x", "--scope", "everything"), "'everything': expected read, read:DATASET, stats or admin"),
+        (("x", "--scope", "everything"), "'everything': expected read, read:DATASET, stats, announce or admin"),
         (("x", "--days", "0"), "0.0 is not in the range"),
         (("x", "--days", "1e300"), "1e[+]300 is not in the range"),
         (("x", "--out", "no-such-folder/token"), "cannot write .*no-such-folder.*: No such file or directory"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from teleloader.dataset import consumers_prefix
 from teleloader_server import serve
 from teleloader_shared.stats import Diagnosis
 from tests.conftest import ROOT, ServerProcess, StartServer
-from tests.end_to_end.made_up import CONSUMER, DATASET, NETWORK, TRAINER, MadeUpServer, made_up, serving
+from tests.end_to_end.made_up import CONSUMER, DATASET, NETWORK, SERVER, TRAINER, MadeUpServer, made_up, serving
 from tests.end_to_end.terminal import TOOLS, Done, piped, terminal
 
 HOSTED = "tests.end_to_end.hosted:"
@@ -139,6 +140,111 @@ def test_stats_as_json_is_what_the_server_says(figures: tuple[MadeUpServer, str]
     done = tool("stats", url, "--json")
     assert done.out.count("\n") == 1
     assert json.loads(done.out) == httpx.get(f"{url}/stats").json()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[str, str, Path]]:
+    """Run two servers with fabricated statistics; yield their URLs, and a file that lists them."""
+    first, second = MadeUpServer(), MadeUpServer()
+    with serving(first), serving(second):
+        path = tmp_path / "servers"
+        path.write_text(f"{first.url}\n{second.url}\n")
+        path.chmod(0o600)
+        yield first.url, second.url, path
+
+
+def test_stats_of_several_servers_are_added(two: tuple[str, str, Path]) -> None:
+    """A list and a directory show the same: one line per server, and the total."""
+    first, second, path = two
+    out = tool("stats", f"{first},{second}").out
+    shown = " ".join(out.split())
+    assert "2 servers, 8 workers 250 batches/s, 129 MiB/s" in shown
+    assert "demand 15.0 workers" in shown
+    for url in (first, second):
+        assert f"{url} 4 3.5 7.5 125 64.5 MiB 6.5 of 16 1.5 GiB 1 ready" in shown
+    assert out.count("trainer-0: loader-bound") == out.count("A diagnosis counts the workers of one server") == 1
+    assert "train: ValueError (6x, last 5 s ago): sample 17 is damaged" in shown
+    assert tool("stats", f"file://{path}").out == out
+
+
+def test_stats_of_several_servers_name_one_that_does_not_respond(two: tuple[str, str, Path]) -> None:
+    """The others are shown; the exit code is 2 only if none responds."""
+    first, second, _ = two
+    done = tool("stats", f"{first},{NOWHERE}")
+    assert done.code == 0
+    assert "2 servers, 1 of 2 failed, 4 workers" in done.out
+    assert f"cannot connect to {NOWHERE}" in done.out
+    found = json.loads(tool("stats", f"{first},{second},{NOWHERE}", "--json").out)
+    assert found["total"]["server"]["num_workers"] == 8
+    assert [server["url"] for server in found["servers"]] == [first, second, NOWHERE]
+    assert found["servers"][0] == {"url": first, **httpx.get(f"{first}/stats").json()}
+    assert found["servers"][2]["error"].startswith(f"cannot connect to {NOWHERE}")
+    done = tool("stats", f"{NOWHERE},{NOWHERE}2")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"teleloader: all 2 servers failed, the first one: cannot connect to {NOWHERE}")
+
+
+def test_stats_of_several_servers_name_one_that_refuses_the_token(
+    figures: tuple[MadeUpServer, str], start_server: StartServer, tmp_path: Path
+) -> None:
+    """The others are shown, as for a server with other statistics."""
+    _, url = figures
+    secret = tmp_path / "token"
+    secret.write_text("s" * 40)
+    secret.chmod(0o600)
+    refusing = start_server("--port", "0", "--token-file", str(secret), HOSTED + "numbers")
+    done = tool("stats", f"{url},{refusing.url},{url}/v1/datasets")
+    assert done.code == 0
+    assert "3 servers, 2 of 3 failed, 4 workers" in done.out
+    assert f"{refusing.url} refused the request: authentication required" in done.out
+    assert f"{url}/v1/datasets" in done.out
+    done = tool("stats", f"{refusing.url},{NOWHERE}")
+    assert (done.code, done.out) == (2, "")
+    assert "all 2 servers failed, the first one: " in done.err
+    assert "authentication required" in done.err
+
+
+def test_stats_of_a_directory_name_the_servers_that_are_not_used(
+    figures: tuple[MadeUpServer, str], tmp_path: Path
+) -> None:
+    """A token is not sent to them, so their statistics are missing from the total."""
+    _, url = figures
+    path = tmp_path / "servers"
+    path.write_text(f"{url}\nhttp://10.99.0.9:8000\n")
+    path.chmod(0o600)
+    done = tool("stats", f"file://{path}")
+    assert "1 server, 4 workers" in done.out
+    assert "http://10.99.0.9:8000 is not used: without TLS" in done.out
+    (problem,) = json.loads(tool("stats", f"file://{path}", "--json").out)["problems"]
+    assert problem.startswith("http://10.99.0.9:8000 is not used")
+
+
+def test_stats_include_the_servers_of_the_same_supervisor(
+    two: tuple[str, str, Path], figures: tuple[MadeUpServer, str]
+) -> None:
+    """A server reports their ports, so the URL of one is enough."""
+    first, second, _ = two
+    server, url = figures
+    ports = [int(each.rpartition(":")[2]) for each in (url, first, second)]
+    server.stats = dataclasses.replace(made_up(), server=dataclasses.replace(SERVER, ports=ports))
+    assert tool("stats", url).out.startswith("3 servers, 12 workers")
+    found = json.loads(tool("stats", url, "--json").out)
+    assert {each["url"] for each in found["servers"]} == {url, first, second}
+    for ports[1] in (0, 65536):
+        assert tool("stats", url).out.startswith("teleloader-server 1.2.3 on cpu-box")
+
+
+def test_commands_accept_several_servers_and_directories(hosting: ServerProcess, tmp_path: Path) -> None:
+    """A file that lists the server, and its URL twice."""
+    path = tmp_path / "servers"
+    path.write_text(hosting.url)
+    path.chmod(0o600)
+    for address in (f"{hosting.url},{hosting.url}/", f"file://{path}", f"{NOWHERE},{hosting.url}"):
+        assert tool("audit", address, "numbers").code == 0
+        server = address if address.startswith("file:") else hosting.url
+        assert f"of numbers on {server}," in tool("peek", address, "numbers").out
+        done = tool("bench", address, "numbers", "--seconds", "0.2")
+        assert (done.code, done.err) == (0, "")
 
 
 def test_stats_shows_a_limited_number_of_consumers_and_their_total(
@@ -356,7 +462,11 @@ def test_bench_shows_the_servers_diagnosis(hosting: ServerProcess) -> None:
     """The diagnosis is right for a slow dataset and for a slow loop."""
     slow = tool("bench", hosting.url, "slowly", "--batch-size", "50", "--seconds", "5")
     assert "diagnosis: loader-bound" in slow.out
-    assert re.search(r"enough for training steps of .*(need 4 workers \(--num-workers 4\)|CPUs? busy)", slow.out)
+    # a client that waits for a CPU itself consumes no batch at once
+    assert re.search(
+        r"enough for training steps of .*(need 4 workers \(--num-workers 4\)|CPUs? busy)|workers would keep up",
+        slow.out,
+    )
     assert re.search(r"per worker +[\d,.]+ samples/s", slow.out)
     assert re.search(r"2 workers keep up with steps of .*; for other steps, the number of workers needed is", slow.out)
     thinking = tool("bench", hosting.url, "slowly", "--batch-size", "5", "--step", "0.1", "--seconds", "5")
@@ -376,6 +486,8 @@ def test_bench_reports_a_run_that_is_too_short_for_a_diagnosis(capsys: pytest.Ca
     assert said.endswith("diagnosis: unavailable, the run was too short. Use --seconds 3 or more\n")
     show(dataclasses.replace(short, seconds=3.0), unknown, as_json=False)
     assert capsys.readouterr().out.endswith("diagnosis: unknown. A diagnosis needs 2 s of loading.\n")
+    show(dataclasses.replace(short, seconds=3.0, servers=2), unknown, as_json=False)
+    assert "A diagnosis counts the workers of one server" in capsys.readouterr().out
 
 
 def test_bench_in_a_terminal_shows_how_far_it_is(hosting: ServerProcess) -> None:

@@ -25,7 +25,7 @@ from tests.end_to_end import hosted
 from tests.end_to_end.test_access import TokenTable
 from tests.raw import Raw
 
-GONE = BatchId("0" * 32, 0, 0)
+UNKNOWN = BatchId("0" * 32, 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_the_batches_are_those_of_http(url: str) -> None:
         received = b""
         wanted = b"".join(
             httpx.get(
-                f"{url}/v1/loaders/{key}/epochs/{epoch}/batches", params={"start": start, "stop": stop}, trust_env=False
+                f"{url}/v1/loaders/{key}/epochs/{epoch}/batches", params={"ranges": f"{start}:{stop}"}, trust_env=False
             ).content
             for epoch, start, stop in ranges
         )
@@ -94,6 +94,15 @@ def test_the_batches_are_those_of_http(url: str) -> None:
             assert isinstance(message, bytes)
             received += message
     assert received == wanted
+
+
+def test_a_message_requests_several_ranges(url: str) -> None:
+    """A message with several ranges returns exactly their batches, in order."""
+    key = register(url, dataset="dict", shuffle=True, seed=4)
+    with stream(url, key) as socket:
+        socket.send(msgpack.packb([3, 1, 3, 4, 5, 6, 7]))
+        send_range(socket, 3, 0, 1)
+        assert [frame.batch_id for frame in frames(socket, 5)] == [BatchId(key, 3, k) for k in (1, 2, 4, 6, 0)]
 
 
 def test_large_batches_arrive_whole(url: str) -> None:
@@ -141,8 +150,9 @@ def test_index_lists_are_requests_too(url: str) -> None:
         socket.send(lists[0])
         socket.send(b"".join(lists[1:4]))
         socket.send(lists[4])
-        labels = [frame.content["label"].tolist() for frame in frames(socket, 5)]
-    assert labels == [[k, 2 * k] for k in range(5)]
+        socket.send(lists[0] + lists[2] + lists[4])
+        labels = [frame.content["label"].tolist() for frame in frames(socket, 8)]
+    assert labels == [[k, 2 * k] for k in (0, 1, 2, 3, 4, 0, 2, 4)]
 
 
 def test_a_failure_takes_the_place_of_its_batch(url: str) -> None:
@@ -161,16 +171,23 @@ def test_a_failure_takes_the_place_of_its_batch(url: str) -> None:
         ("text", "binary message"),
         (b"", "expected a msgpack array of"),
         (msgpack.packb(5), "expected a msgpack array of"),
-        (msgpack.packb([0, 1]), "expected a msgpack array of"),
+        (msgpack.packb([0, 1]), "0.5 ranges in a request"),
         (msgpack.packb([0, True, 2]), "2**62"),
         (msgpack.packb([-1, 0, 1]), "2**62"),
         (msgpack.packb([0, 0, 2**63]), "2**62"),
-        (msgpack.packb([0, 3, 3]), "[3, 3)"),
+        (msgpack.packb([0, 3, 3]), "3 after 3"),
+        (msgpack.packb([0]), "expected 1 to 128"),
+        (msgpack.packb([0, 0, 1, 2]), "1.5 ranges"),
+        (msgpack.packb([0, 0, 2, 1, 3]), "1 after 2"),
+        (msgpack.packb([0, 0, 2, 2, 3]), "Join adjacent ranges"),
+        (msgpack.packb([0, *range(2 * 129)]), "129 ranges in a request: expected 1 to 128"),
+        (msgpack.packb([0, 0, 1, 2**61, 2**61 + 1]), "batch 2305843009213693952"),
+        (msgpack.packb([0, 0, 4000, 2**61, 2**61 + 97]), "4,096"),
         (msgpack.packb([0, 0, 4097]), "4,096"),
         (msgpack.packb([0, 0, 999]), "batch 998"),
         (b"\x91" * 2000, "expected a msgpack array of"),
         (b"\xdd\xff\xff\xff\xff", "expected a msgpack array of"),
-        (codec.to_bytes(GONE, [1, 2], checksum=False), "expected a msgpack array of"),
+        (codec.to_bytes(UNKNOWN, [1, 2], checksum=False), "expected a msgpack array of"),
     ],
 )
 def test_an_invalid_request_ends_the_connection(url: str, message: str | bytes, said: str) -> None:
@@ -192,7 +209,7 @@ def test_an_invalid_request_ends_the_connection(url: str, message: str | bytes, 
         (b"nonsense", "invalid body"),
         (b"", "empty body"),
         (msgpack.packb([0, 0, 1]), "invalid body"),
-        (codec.to_bytes(GONE, [1, 2], checksum=False), "this connection is for"),
+        (codec.to_bytes(UNKNOWN, [1, 2], checksum=False), "this connection is for"),
     ],
 )
 def test_index_lists_that_cannot_be_are_refused(url: str, lists: bytes, said: str) -> None:

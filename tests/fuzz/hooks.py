@@ -33,10 +33,9 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any]) -> dict[s
 def map_query(context: Any, query: dict[str, Any] | None) -> dict[str, Any] | None:
     """Use small ranges in half of the requests."""
     random = Random(repr(query))
-    if query and random.random() < 0.5:
-        query["start"] = random.choice((0, 0, random.randrange(16)))
-        if "stop" in query:
-            query["stop"] = query["start"] + random.randrange(1, 5)
+    if query and "ranges" in query and random.random() < 0.5:
+        bounds = sorted(random.sample(range(20), random.choice((2, 2, 4, 6))))
+        query["ranges"] = ",".join(f"{start}:{stop}" for start, stop in zip(bounds[::2], bounds[1::2], strict=True))
     return query
 
 

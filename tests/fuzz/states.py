@@ -121,7 +121,7 @@ def _read_answer(fields: Any) -> str:
             _check_types(info)
         return "datasets"
     if isinstance(fields, dict) and "key" in fields:
-        _check_types(server.register(_DIGITS))
+        _check_types(server.register(_DIGITS, 0))
         return "registration"
     with suppress(ProtocolError):
         server.datasets()
@@ -153,7 +153,7 @@ _PLAN: Final = {"dataset": "f", "order": "plan", "seed": 7, "shuffle": True}
 _CLIENT: Final = {"dataset": "f", "order": "client", "batch_size": 8}
 _ITERABLE: Final = {"dataset": "f", "order": "iterable", "batch_size": 8, "num_workers": 2}
 _DIGITS: Final = LoaderSpec(dataset="digits", fingerprint="f")
-_SPEC: Final = LoaderSpec(dataset="digits", fingerprint="f", seed=7, shuffle=True).to_json()
+_SPEC: Final = dataclasses.asdict(LoaderSpec(dataset="digits", fingerprint="f", seed=7, shuffle=True))
 _SESSION: Final = {**_SPEC, "session": "s", "num_workers": 2, "shard_states": [None, "5"], "resumed_epoch": 3}
 _INFO: Final = dataclasses.asdict(
     DatasetInfo("digits", "map", "Digits", 500, "", "f", "default", None, ["m:f"], "batch", 2)
