@@ -164,7 +164,7 @@ def _get(path: str, consumer: str = "") -> bytes:
 def _of(url: str, dataset: str, stop: int = 10**6) -> Callable[[int], bytes]:
     """Return the requests of a connection, each connection being one consumer with maximum prefetch."""
     path = f"/v1/loaders/{_key(url, dataset=dataset)}/epochs/0/batches"
-    return lambda number: _get(f"{path}?start={number * 1000}&stop={number * 1000 + 900}&ahead=4000", f"a{number}")
+    return lambda number: _get(f"{path}?ranges={number * 1000}:{number * 1000 + 900}&ahead=4000", f"a{number}")
 
 
 async def _control(url: str) -> None:

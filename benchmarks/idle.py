@@ -68,7 +68,7 @@ class Consumer:
 
     async def take(self, count: int = RANGE) -> int:
         """Request the next `count` batches and prefetch as many; return the number of received batches."""
-        query = f"start={self._next}&stop={self._next + count}&ahead={count}&ready=true"
+        query = f"ranges={self._next}:{self._next + count}&ahead={count}&ready=true"
         answer = await self._exchange("GET", f"/v1/loaders/{self._key}/epochs/0/batches?{query}")
         start = came = 0
         while start < len(answer):
