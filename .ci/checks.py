@@ -33,6 +33,8 @@ SMOKE: Final = " ".join(
     )
 )
 """About 60 end-to-end tests: serving, forks, kills, resumption, TLS and WebSockets."""
+FIRST_WITH_PROTOCOL: Final = "bf1df8f4f7471fc879682e5d3a2850edcdcc0caf"
+"""Stands for the previous release until there is a tag: the first commit with today's protocol."""
 UNITS: Final = "tests/shared tests/client tests/server"
 NO_TORCH: Final = {"CI": ""}
 """Tests that need torch or node are skipped instead of failing: torch's wheel may not exist for every Python."""
@@ -103,6 +105,24 @@ def other_pythons(tests: str, jobs: int) -> Iterator[Step]:
         )  # fmt: skip
 
 
+def previous_release() -> Step:
+    """The newest tag before this commit, with the same packages: others would be another environment."""
+    folder, venv = "build/ci/previous", ".venv-previous"
+    return Step(
+        "previous release",
+        f"rm -rf {folder} && mkdir -p {folder}\n"
+        f"git archive $(git describe --tags --abbrev=0 HEAD^ || echo {FIRST_WITH_PROTOCOL}) | tar -x -C {folder}\n"
+        f"{UV} build --quiet --wheel --out-dir {folder}/dist {folder}\n"
+        f"{UV} pip freeze --exclude-editable --python .venv/bin/python > {folder}/constraints.txt\n"
+        f"{UV} venv --quiet --clear --python .venv/bin/python {venv}\n"
+        f"{UV} pip install --quiet --python {python(venv)} --constraint {folder}/constraints.txt {TORCH}"
+        f' "$(ls {folder}/dist/*.whl)[cli,compression,server]"\n'
+        f"{pytest('.venv', 'tests/deploy/test_versions.py --timeout 300', 1)}",
+        after=("environment",), environment={"TELELOADER_TEST_PREVIOUS": str(ROOT / python(venv))},
+        pytest=".venv/bin/python -m pytest",
+    )  # fmt: skip
+
+
 def found_pythons() -> dict[str, str]:
     """Return the interpreters of other versions. They are run: a version manager's shim may start none."""
     found: dict[str, str] = {}
@@ -152,6 +172,14 @@ def nightly() -> Iterator[Step]:
         + pytest(".venv", "tests/end_to_end/test_dashboard.py tests/end_to_end/test_sign_in.py", 2),
         after=("environment",), pytest=".venv/bin/python -m pytest",
     )  # fmt: skip
+    yield Step(
+        "slurm",
+        "if ! command -v slurmctld && [ $(id -u) = 0 ]; then\n"
+        "    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y slurm-wlm munge\n"
+        "fi\n" + pytest(".venv", "tests/deploy/test_slurm.py", 1),
+        after=("environment",), environment={"TELELOADER_TEST_SLURM": "1"}, pytest=".venv/bin/python -m pytest",
+    )  # fmt: skip
+    yield previous_release()
     # large; torch goes first, or the frameworks bring a newer one
     yield Step(
         "frameworks",
@@ -170,6 +198,14 @@ def nightly() -> Iterator[Step]:
         f"{installed(streaming, f'{TORCH} datasets litdata mosaicml-streaming --overrides build/ci/overrides.txt')}\n"
         + pytest(streaming, "tests/end_to_end/test_streaming_libraries.py --timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"}, pytest=f"{python(streaming)} -m pytest",
+    )  # fmt: skip
+    ray = ".venv-ray"
+    yield Step(
+        "ray",
+        f"{installed(ray, TORCH)}\n"
+        f"{UV} pip install --quiet --python {python(ray)} {TORCH} 'ray[train]' \"$(echo build/ci/dist/*.whl)[ray]\"\n"
+        + pytest(ray, "tests/end_to_end/test_ray.py tests/end_to_end/test_ray_autoscaling.py --timeout 600", 0),
+        after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"}, pytest=f"{python(ray)} -m pytest",
     )  # fmt: skip
     yield Step("chaos", f'make chaos CHAOS="--seed {time.strftime("%j")} --minutes 10"', after=("environment",))
     yield Step("fuzz", "make fuzz", after=("environment",))

@@ -29,13 +29,14 @@ myst_heading_anchors = 4
 # A link that leads nowhere is an error, but for what is documented elsewhere: whoever builds this may be offline
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(collections|contextlib|numpy|np|torch|typing|datetime|pathlib)\..*"),
+    (r"py:.*", r"(collections|contextlib|numpy|np|ray|torch|typing|datetime|pathlib)\..*"),
     (r"py:class", "Compression|Output|Tail|Transform"),  # their values stand where the argument is described
 ]
 
 default_role = "literal"
 smartquotes = False  # it makes a dash of the two hyphens of an option
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["cryptography", "ray"]
 maximum_signature_line_length = 100
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
