@@ -119,3 +119,27 @@ def test_ctrl_c_ends_a_program_that_waits(
     assert running.returncode == -signal.SIGINT
     assert err.count("Traceback") == 1
     assert err.endswith("KeyboardInterrupt\n")
+
+
+def test_a_wait_ends_although_the_signal_did_not_interrupt_it(server: ServerProcess) -> None:
+    """Ctrl-C is noticed if another thread handles the signal, as if it had arrived just before the wait began."""
+    running = program(
+        server.url,
+        """
+        import os, signal
+        waiting = DataLoader(RemoteDataset(url, "waits"), 1, output="numpy")
+        batches = iter(waiting)
+        def interrupt():
+            while waiting.stats().waited == 0:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Thread(target=interrupt).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            next(batches)
+        except KeyboardInterrupt:
+            print("interrupted")
+        """,
+    )
+    assert running.communicate(timeout=60) == ("interrupted\n", "")

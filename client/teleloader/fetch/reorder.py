@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -29,6 +30,8 @@ BROKEN: Final = (TransportError, CorruptFrame, UnknownLoader, ServerUnavailable)
 
 POLL_INTERVAL: Final = 0.005
 """Seconds between checks in `ReorderBuffer.receive`."""
+SIGNAL_INTERVAL: Final = 0.5
+"""Maximum length of one wait, in seconds: a signal that arrives while CPython begins to wait does not end that wait."""
 
 
 class Arrived(NamedTuple):
@@ -228,11 +231,11 @@ class ReorderBuffer:
                         raise self._error
                     if self.closed is not None:
                         raise self.closed
-                left = -1 if deadline is None else deadline - time.monotonic()
-                if deadline is not None and left <= 0:
+                left = math.inf if deadline is None else deadline - time.monotonic()
+                if left <= 0:
                     raise timed_out(timeout)
                 # not a condition: a signal handler that raises in its wait() could leave the lock in any state
-                self._bell.acquire(timeout=left)
+                self._bell.acquire(timeout=min(left, SIGNAL_INTERVAL))
         finally:
             self.starved = False
 
