@@ -33,8 +33,8 @@ SMOKE: Final = " ".join(
     )
 )
 """About 60 end-to-end tests: serving, forks, kills, resumption, TLS and WebSockets."""
-FIRST_WITH_PROTOCOL: Final = "bf1df8f4f7471fc879682e5d3a2850edcdcc0caf"
-"""Stands for the previous release until there is a tag: the first commit with today's protocol."""
+FIRST_COMPARED: Final = "$(git log --format=%H --diff-filter=A -- tests/deploy/test_versions.py)"
+"""Stands for the previous release until there is a tag: the commit since which releases must work together."""
 UNITS: Final = "tests/shared tests/client tests/server"
 NO_TORCH: Final = {"CI": ""}
 """Tests that need torch or node are skipped instead of failing: torch's wheel may not exist for every Python."""
@@ -111,7 +111,7 @@ def previous_release() -> Step:
     return Step(
         "previous release",
         f"rm -rf {folder} && mkdir -p {folder}\n"
-        f"git archive $(git describe --tags --abbrev=0 HEAD^ || echo {FIRST_WITH_PROTOCOL}) | tar -x -C {folder}\n"
+        f"git archive $(git describe --tags --abbrev=0 HEAD^ || echo {FIRST_COMPARED}) | tar -x -C {folder}\n"
         f"{UV} build --quiet --wheel --out-dir {folder}/dist {folder}\n"
         f"{UV} pip freeze --exclude-editable --python .venv/bin/python > {folder}/constraints.txt\n"
         f"{UV} venv --quiet --clear --python .venv/bin/python {venv}\n"
