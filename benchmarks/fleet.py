@@ -131,15 +131,18 @@ class Fleet:
         before: dict[Server, tuple[float, int]] = {}
 
         def remember() -> None:
+            for server in simulation.servers:
+                server.measure(begin)
             before.update({server: (server.busy_seconds, server.requests) for server in simulation.servers})
 
         def measure() -> None:
             for server, (busy, requests) in before.items():
+                server.measure(end)
                 load = (server.busy_seconds - busy) / server.num_workers / (end - begin)
                 self.loads[server] = load, (server.requests - requests) / (end - begin)
 
         simulation.later(begin, remember)
-        simulation.later(end - 1e-6, measure)
+        simulation.later(end, measure)
         simulation.run(self.scenario.seconds, progress)
         return self
 
@@ -171,6 +174,15 @@ class Fleet:
     def data_wait(self) -> float:
         """Fraction of the time of the jobs in which at least one of their processes waits, after their first batch."""
         return sum(seconds for _, seconds in self.simulation.job_waits) / self.simulation.job_seconds
+
+    @property
+    def waiting_by_second(self) -> list[float]:
+        """Waits that began in each second, as a fraction of the time of all jobs."""
+        seconds = [0.0] * int(self.scenario.seconds)
+        for began, wait in self.simulation.job_waits:
+            seconds[int(began)] += wait
+        jobs = len({id(consumer.job) for consumer in self.simulation.consumers})
+        return [wait / jobs for wait in seconds]
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -259,10 +271,18 @@ def _loops(step_done: Callable[[], object]) -> Table:
 # -- tables
 
 
+JOB_SIZES: Final = (8, 16, 64, 128)
+"""Numbers of loaders of a job for which the servers are counted."""
+
+
 def _facts(console: Console, fleet: Fleet) -> None:
     simulation, scenario = fleet.simulation, fleet.scenario
     loads = [load for load, _ in fleet.loads.values()]
+    by_size = {
+        size: [load for server, (load, _) in fleet.loads.items() if server.num_workers == size] for size in WORKERS
+    }
     requests = sorted(rate for _, rate in fleet.loads.values())
+    used = servers_used(scenario.servers, max(JOB_SIZES))
     buffered = sorted(consumer.most_buffered for consumer in simulation.consumers)
     table = Table(title="load of the servers, with hedging", title_justify="left")
     table.add_column("measurement")
@@ -271,10 +291,20 @@ def _facts(console: Console, fleet: Fleet) -> None:
         ("training processes", f"{len(simulation.consumers):,}"),
         ("loaders", f"{len(fleet.loaders):,}"),
         ("servers, without those that join", f"{scenario.servers:,}"),
+        (
+            f"servers of a job with {', '.join(map(str, JOB_SIZES))} loaders",
+            ", ".join(f"{used[size - 1]:,}" for size in JOB_SIZES),
+        ),
         ("batches delivered", f"{fleet.delivered:,}"),
         ("busy workers, mean", f"{fmean(loads):.1%}"),
         ("busy workers, standard deviation over servers", f"{pstdev(loads):.1%}"),
-        ("busy workers, least and most loaded server", f"{min(loads):.1%}, {max(loads):.1%}"),
+        *(
+            (
+                f"busy workers, least and most loaded server with {size} workers",
+                f"{min(of_size):.1%}, {max(of_size):.1%}",
+            )
+            for size, of_size in by_size.items()
+        ),
         ("requests/s of a server, median and maximum", f"{quantile(requests, 0.5):.1f}, {requests[-1]:.1f}"),
         ("prefetched batches of a process, median and maximum", f"{quantile(buffered, 0.5)}, {buffered[-1]}"),
     ):
@@ -318,14 +348,18 @@ def _comparison(console: Console, fleets: dict[str, Fleet]) -> None:
         )
     row("steps of a job in which a process waits", waiting)
     row("time of the jobs in which a process waits", lambda fleet: f"{fleet.data_wait:.2%}")
+    row(
+        "the same in the worst second from the join on",
+        lambda fleet: f"{max(fleet.waiting_by_second[int(scenario.join_at) :]):.2%}",
+    )
     for part in (0.99, 0.999, 1.0):
         row(f"wait of a job in a step, s: {_name(part)}", partial(wait, True, part))
     row("hedged batches", lambda fleet: f"{fleet.hedges:.2%}")
     changes = scenario.join_at, scenario.loss_at
     for name, begin, end in (
         ("before the join", 0, changes[0]),
-        ("from the join to the loss", *changes),
-        ("after the loss", changes[1], scenario.seconds),
+        ("from the join to the power failure", *changes),
+        ("after the power failure", changes[1], scenario.seconds),
     ):
         row(f"work factor {name}", partial(Fleet.work_between, begin=begin, end=end))
     for kind in KINDS:
@@ -362,6 +396,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write the plots to a folder, such as docs")
     options = parser.parse_args(arguments)
     scenario = Scenario(servers=100, jobs=15, late_jobs=3, joining=5, lost=2) if options.quick else Scenario()
+    if options.plots is not None:
+        from benchmarks import fleet_plots  # before the simulation: matplotlib may be missing
     console = machine.announce(machine.describe())
     fleets: dict[str, Fleet] = {}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -376,8 +412,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(loops)
     shares = _movement(console)
     if options.plots is not None:
-        from benchmarks import fleet_plots
-
         fleet_plots.draw(fleets, shares, servers_used(scenario.servers, 512), options.plots)
         console.print(f"the plots are in {options.plots}")
     return 0

@@ -100,11 +100,8 @@ def _waits(fleets: Mapping[str, Fleet]) -> Any:
         waits = sorted(seconds for _, seconds in fleet.simulation.job_waits)
         longer = [1 - place / len(waits) for place in range(len(waits))]
         tail.step(waits, longer, where="post", color=color, label=name)
-        seconds = [0.0] * int(fleet.scenario.seconds)
-        for began, wait in fleet.simulation.job_waits:
-            seconds[int(began)] += wait
-        jobs = len({id(consumer.job) for consumer in fleet.simulation.consumers})
-        time.step(range(len(seconds)), [100 * wait / jobs for wait in seconds], where="post", color=color, label=name)
+        seconds = fleet.waiting_by_second
+        time.step(range(len(seconds)), [100 * share for share in seconds], where="post", color=color, label=name)
     tail.set(xscale="log", yscale="log", xlim=(LEAST_WAIT, None), ylim=(None, 0.3))
     tail.set_xlabel("wait of the slowest process of a job, s")
     tail.set_ylabel("fraction of the steps that wait longer")
@@ -125,7 +122,7 @@ def _load(fleet: Fleet) -> Any:
     for color, size in zip(COLORS, sizes, strict=False):
         loads = [load for server, (load, _) in fleet.loads.items() if server.num_workers == size]
         rates = [rate for server, (_, rate) in fleet.loads.items() if server.num_workers == size]
-        bins = [5 * place for place in range(23)]
+        bins = [5 * place for place in range(21)]
         busy.hist([100 * load for load in loads], bins, histtype="step", linewidth=1.6, color=color)
         highest = 5 * (1 + int(max(rate for _, rate in fleet.loads.values()) / 5))
         requests.hist(
@@ -173,7 +170,7 @@ def _servers(used: Sequence[int], fleet: Fleet) -> Any:
     """Draw the number of servers of a job, and the prefetched batches of the training processes."""
     figure, (servers, buffered) = _panels()
     servers.plot(range(1, len(used) + 1), used, color=COLORS[0])
-    for loaders in (1, 8, 64):
+    for loaders in (8, 64):
         servers.plot(loaders, used[loaders - 1], marker="o", color=COLORS[0])
         servers.annotate(
             f"{loaders}: {used[loaders - 1]}", (loaders, used[loaders - 1]), (4, -12), textcoords="offset points"

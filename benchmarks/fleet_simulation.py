@@ -106,12 +106,18 @@ class Server:
     sent: int = 0
     """Number of sent batches."""
     busy_seconds: float = 0.0
-    """Computing time of all workers."""
+    """Time in which workers computed, or were stalled while they did, up to `measured_at`; of all workers."""
+    measured_at: float = 0.0
 
     @property
     def rate(self) -> float:
         """Batches/s of all workers."""
         return self.num_workers / self.seconds
+
+    def measure(self, now: float) -> None:
+        """Add the time since the last call to `busy_seconds`."""
+        self.busy_seconds += self.busy * (now - self.measured_at)
+        self.measured_at = now
 
 
 @dataclass(eq=False)
@@ -579,9 +585,9 @@ class Simulation:
             self.computed_at[int(self.now)] += 1
             self.repeated_at[int(self.now)] += k in loader.computed
             loader.computed[k] += 1
+            server.measure(self.now)
             server.busy += 1
             seconds = self._lognormal(server.seconds, self.model.compute_sigma)
-            server.busy_seconds += seconds
             self.later(seconds, partial(self._finish, server, loader.key, k))
 
     def _finish(self, server: Server, key: str, k: int) -> None:
@@ -590,6 +596,7 @@ class Simulation:
         if self.now < server.stalled_until:
             self.later(server.stalled_until - self.now, partial(self._finish, server, key, k))
             return
+        server.measure(self.now)
         server.busy -= 1
         server.ready[key, k] = True
         for connection in server.waiting.pop((key, k), []):
