@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from teleloader import DataLoader, ProtocolError, RemoteDataset, ServerUnavailable
 from teleloader.fetch.fetcher import Fetcher
+from teleloader_shared import codec
+from teleloader_shared.codec import BatchId
 from teleloader_shared.messages import READY_BYTES
 from tests.client.fake_server import INFO, ITERABLE, Answer, Request, fake_server
 
@@ -37,6 +41,29 @@ def load(
 def once(wrong: Callable[[Request], bytes | int]) -> Answer:
     """Return a wrong response to the third request, and correct ones otherwise."""
     return lambda request: wrong(request) if request.number == 2 else request.right()
+
+
+@pytest.mark.timeout(60)
+def test_a_failed_server_does_not_stop_a_client_at_its_memory_limit() -> None:
+    """The other server receives the missing batch although the client may not request the batches after it."""
+    failed = threading.Event()
+
+    def sized(request: Request, k: int) -> bytes:
+        return codec.to_bytes(BatchId(request.key, request.epoch, k), [np.full(60_000, k)])
+
+    def slow(request: Request) -> Any:
+        if not failed.wait(1):  # until the client has received as many later batches as it may
+            failed.set()
+        return lambda connection: None  # closes it
+
+    info = {**INFO, "length": 200}
+    with (
+        fake_server(lambda request: sized(request, request.batches[0]), info, num_workers=8) as url,
+        fake_server(slow, info, num_workers=8, registering=lambda: 503 if failed.is_set() else 200) as failing,
+    ):
+        dataset = RemoteDataset([url, failing], reconnect_timeout=5)
+        loader = DataLoader(dataset, output="numpy", max_batch_bytes=10**6, num_workers=2)
+        assert [int(batch[0][0]) for batch in loader] == list(range(200))
 
 
 @pytest.mark.parametrize("order", ORDERS)

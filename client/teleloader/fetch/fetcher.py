@@ -110,7 +110,7 @@ class Fetcher:
         servers: Servers to receive from; if one fails, the next one is used.
         options: Parameters of the requests.
         reorder_buffer: Destination of the batches.
-        failed: Function to call with the URL of a server that does not respond.
+        failed: Function to call with the URL of a server whose request failed.
         is_registered: Whether the loader is already registered with the first server.
     """
 
@@ -243,8 +243,9 @@ class Fetcher:
                 f"{failures.damaged} consecutive damaged responses from {server.url}: {sentence(str(error))}. Check "
                 "the network and proxies between client and server"
             )
-        last_error = ServerUnavailable if isinstance(error, BROKEN) else type(error)
-        if server.last_error is not last_error:
+        previous = server.last_error
+        server.failed(ServerUnavailable() if isinstance(error, BROKEN) else error)
+        if server.last_error is not previous:
             others = "using the other servers, and retrying this one periodically"
             alone = f"retrying for {timeout:g} s" if isinstance(error, BROKEN) else "a retry would not help"
             logger.warning(
@@ -252,7 +253,6 @@ class Fetcher:
                 self._reorder_buffer.scheduler.received, server.url, self._reason(error),
                 others if self._reorder_buffer.several else alone,
             )  # fmt: skip
-        server.last_error = last_error
         self._failed(server.url)
         if isinstance(error, BROKEN):
             # with several servers the next attempt uses another one, which did not request this wait
@@ -309,10 +309,10 @@ class Fetcher:
         with self._control_request():
             spec = self._options.spec if self._shards is None else self._shards.spec
             registered = server.register(spec, self._options.epoch)
+        self.registered_at.add(server)
         check_environment(server.url, registered.environment, self._options.environment)
         self._last_request = time.monotonic()
         self._is_registered = True
-        self.registered_at.add(server)
         self._reorder_buffer.joined(self.number, server.url, registered.num_workers, registered.batch_rate)
 
     @contextmanager

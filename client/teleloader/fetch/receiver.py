@@ -56,8 +56,8 @@ class Receiver:
         self._servers = dataset.servers
         self._subset = replace(options.spec, fingerprint=None).key
         """Key that selects the loader's servers in a large fleet."""
-        self._lock = threading.Lock()
-        """Held while servers join and leave."""
+        self._lock = threading.RLock()
+        """Held while servers join and leave; reentrant, because a finalizer in its thread may call `close`."""
         # a shard is iterated by a worker of one server, so its batches cannot be distributed
         group = self._in_turn(registered_at) if scheduler.has_shards else [registered_at]
         self.reorder_buffer = ReorderBuffer(
@@ -89,11 +89,21 @@ class Receiver:
                 return
             for url, server in used.items():
                 if url not in self._current:
-                    self._current[url] = self._fetcher(buffer.add_server(), [server])
-                    self._fetchers.append(self._current[url])
+                    self._join(url, server)
             for url in self._current.keys() - used.keys():
                 buffer.remove_server(self._current.pop(url).number)
             self._fetchers = [fetcher for fetcher in self._fetchers if fetcher.thread.is_alive()]
+
+    def _join(self, url: str, server: BatchServer) -> None:
+        number = self.reorder_buffer.add_server()
+        try:
+            self._current[url] = self._fetcher(number, [server])
+        except RuntimeError:  # the process cannot start further threads
+            with self.reorder_buffer.changed:
+                self.reorder_buffer.remove_server(number)
+                self.reorder_buffer.scheduler.forget_server(number)
+            raise
+        self._fetchers.append(self._current[url])
 
     def _in_turn(self, first: BatchServer) -> list[BatchServer]:
         """Return all servers in the order in which the loader moves from one to the next."""

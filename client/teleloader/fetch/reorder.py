@@ -286,7 +286,8 @@ class ReorderBuffer:
         """Wait until the request for batch k may be sent, or no batches will be received; return False at the timeout.
 
         While buffered batches exceed the memory limit, the request may be sent only if the training loop cannot
-        continue without batch k, `receive` waits for it, or the server must be sent another request.
+        continue without batch k or a batch of a later response of the same server, `receive` waits for batch k, or the
+        server must be sent another request.
 
         Args:
             server: Number of the server in the scheduler.
@@ -301,7 +302,10 @@ class ReorderBuffer:
                     or self.is_done(server)
                     or scheduler.has_work(server, time.monotonic())
                     or k < scheduler.needed
-                    or (not self._batches and k <= scheduler.received)
+                    or (
+                        not self._batches
+                        and (k <= scheduler.received or scheduler.is_requested(server, scheduler.received))
+                    )
                 ),
                 self._interval(server, timeout),
             )

@@ -412,6 +412,10 @@ class RangeScheduler:
         """Return True if a response of another server is pending."""
         return any(state.in_flight for number, state in self._servers.items() if number != server)
 
+    def is_requested(self, server: int, k: int) -> bool:
+        """Return True if a pending request of a server contains batch k."""
+        return any(request.wanted.batches.place(k) is not None for request in self._servers[server].in_flight)
+
     def has_left(self, server: int) -> bool:
         """Return True if a server was removed, and none of its responses is pending."""
         state = self._servers[server]
