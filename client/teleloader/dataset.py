@@ -261,37 +261,46 @@ class RemoteDataset:
         for server in sorted(servers[first:] + servers[:first], key=lambda server: server.last_error is not None):
             try:
                 registered = server.register(spec, epoch)
-                check_environment(server.url, registered.environment, self.environment)
+                try:
+                    check_environment(server.url, registered.environment, self.environment)
+                except DatasetChanged:
+                    if spec.session is not None:
+                        server.end_session(spec.key)
+                    raise
             except TeleloaderError as error:
                 if server.last_error is None:
                     news.append(error)
-                server.last_error = ServerUnavailable if isinstance(error, ServerUnavailable) else type(error)
+                server.failed(error)
                 self.servers.failed(server.url)
                 errors.append(error)
                 continue
             for problem in news:
                 logger.warning("%s; using another server", problem)
             return server, registered
-        raise _final(errors)
+        raise _final(errors, news)
 
     def _found(self, name: str | None) -> DatasetInfo:
         """Return the description of the dataset; raise DatasetChanged if the available servers host different data."""
         hosted: list[tuple[Server, DatasetInfo]] = []
         missing: list[TeleloaderError] = []
-        servers = nearest(self.servers.require(), consumers_prefix())
+        news: list[TeleloaderError] = []
+        # the same ones in all training processes, which must choose the same data if servers differ
+        servers = nearest(self.servers.require(), name or "")
         # a directory may list servers of other users, whose errors must not stop the client
         tolerated = (TeleloaderError,) if self.servers.is_dynamic else (ServerUnavailable, ProtocolError)
         responses = _concurrently(partial(_info_at, name=name, tolerated=tolerated), servers)
         for server, response in zip(servers, responses, strict=True):
             if isinstance(response, TeleloaderError):
-                server.last_error = type(response)
+                if server.last_error is None:
+                    news.append(response)
+                server.failed(response)
                 missing.append(response)
             else:
                 server.succeeded()
                 self.servers.learn(server.url, response.ports)
                 hosted.append((server, response))
         if not hosted:
-            raise _final(missing)
+            raise _final(missing, news)
         if len({info.fingerprint for _, info in hosted}) > 1:
             each = "; ".join(
                 f"{server.url} has {info.name!r} with length {info.length}, version {info.version!r}, fingerprint "
@@ -339,14 +348,25 @@ def consumers_prefix() -> str:
 
 
 def _most_common(values: Iterable[_Value]) -> _Value:
-    """Return the value that most servers have; the first one of equally common values."""
-    ((value, _),) = Counter(values).most_common(1)
-    return value
+    """Return the value that most servers have; the greatest of equally common ones, whatever their order."""
+    counts = Counter(values)
+    return max(counts, key=lambda value: (counts[value], str(value)))
 
 
-def _final(errors: list[TeleloaderError]) -> TeleloaderError:
-    """Return the first error that a retry cannot resolve, or else the first error."""
-    return next((error for error in errors if not isinstance(error, ServerUnavailable)), errors[0])
+def _final(errors: list[TeleloaderError], news: list[TeleloaderError]) -> TeleloaderError:
+    """Return the first error that a retry may resolve, or else the first error.
+
+    Args:
+        errors: Errors of all servers.
+        news: Those of servers that had no error before, to log if a retry may resolve another one.
+    """
+    unavailable = next((error for error in errors if isinstance(error, ServerUnavailable)), None)
+    if unavailable is None:
+        return errors[0]
+    for error in news:
+        if not isinstance(error, ServerUnavailable):
+            logger.warning("%s; waiting for the other servers", error)
+    return unavailable
 
 
 def _info_at(

@@ -13,6 +13,7 @@ from itertools import chain, zip_longest
 from typing import Final, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.text import short
 
 MAX_SERVERS: Final = 4096
@@ -61,6 +62,8 @@ class Listing:
     """False if a part is missing or invalid: then a server that is not listed may still exist."""
     problems: tuple[str, ...] = ()
     """The first `MAX_PROBLEMS` invalid parts, for a log."""
+    refusal: TeleloaderError | None = None
+    """Error with which all registries refused the client, so that a retry would not help; None otherwise."""
 
 
 def directory_address(text: str) -> DirectoryAddress:
@@ -145,7 +148,13 @@ def merged(listings: Iterable[Listing]) -> Listing:
     in_turn = chain.from_iterable(zip_longest(*(one.entries for one in found)))
     entries = {entry.url: entry for entry in in_turn if entry is not None}
     problems = [problem for one in found for problem in one.problems]
-    return Listing(tuple(entries.values()), all(one.is_complete for one in found), tuple(problems[:MAX_PROBLEMS]))
+    refusals = [one.refusal for one in found]
+    return Listing(
+        tuple(entries.values()),
+        all(one.is_complete for one in found),
+        tuple(problems[:MAX_PROBLEMS]),
+        refusals[0] if None not in refusals else None,
+    )
 
 
 def port_of(url: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -231,7 +232,11 @@ class Fleet:
         return self.listed
 
     def start(
-        self, respond: Callable[[Request], Any] = Request.right, environment: str | None = None, **info: Any
+        self,
+        respond: Callable[[Request], Any] = Request.right,
+        environment: str | None = None,
+        registering: Callable[[], int] = lambda: 200,
+        **info: Any,
     ) -> str:
         """Start a server, which is not listed yet."""
         requests: list[int] = []
@@ -240,7 +245,9 @@ class Fleet:
             requests.append(request.start)
             return respond(request)
 
-        url = self._stack.enter_context(fake_server(record, {**INFO, **info}, environment=environment))
+        url = self._stack.enter_context(
+            fake_server(record, {**INFO, **info}, environment=environment, registering=registering)
+        )
         self.requests[url] = requests
         return url
 
@@ -380,9 +387,9 @@ def test_a_failed_server_returns(fleet: Fleet) -> None:
 
 def test_a_server_with_other_library_versions_is_refused_alone(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     """A warning names the server and its library versions; `allow_mixed_environments` permits it."""
-    first, other = fleet.start(environment="numpy 1"), fleet.start(environment="numpy 2")
+    first, other = fleet.start(environment="numpy 2"), fleet.start(environment="numpy 1")
     fleet.listed = [first, other]
-    warning = f"({other} runs numpy 2, but most servers run numpy 1: batches could differ."
+    warning = f"({other} runs numpy 1, but most servers run numpy 2: batches could differ."
     remote = loader(fleet)
     eventually(lambda: [batch[0].tolist() for batch in remote] == RIGHT and warning in caplog.text)
     assert not fleet.requests[other]
@@ -566,6 +573,7 @@ class BatchServerOf(BatchServer):
     def __init__(self, url: str) -> None:
         self.url = url
         self.last_error = None
+        self._failed_at = 0.0
 
     def connect(self, *_: Any) -> Any:
         """Fail."""
@@ -573,17 +581,59 @@ class BatchServerOf(BatchServer):
 
 
 def test_ranks_use_servers_with_the_same_library_versions(fleet: Fleet) -> None:
-    """Each rank registers at another server first. The versions of most servers count, at a tie those of the first."""
+    """Each rank registers at another server first. Versions are chosen by their number of servers, not by the order."""
 
     def spec(rank: int) -> LoaderSpec:
         return LoaderSpec(dataset="fake", rank=rank, world_size=2, fingerprint=str(INFO["fingerprint"]))
 
-    fleet.listed = [fleet.start(environment="numpy 1"), fleet.start(environment="numpy 2")]
-    for rank in range(2):
+    old, new = fleet.start(environment="numpy 1"), fleet.start(environment="numpy 2")
+    for rank, fleet.listed in itertools.product(range(2), ([old, new], [new, old])):
         server, registered = RemoteDataset(fleet).register(spec(rank), 0)
-        assert (server.url, registered.environment) == (fleet.listed[0], "numpy 1")
-    fleet.listed = [fleet.listed[1], fleet.listed[0], fleet.start(environment="numpy 1")]
+        assert (server.url, registered.environment) == (new, "numpy 2")
+    fleet.listed = [new, old, fleet.start(environment="numpy 1")]
     assert RemoteDataset(fleet).environment == "numpy 1"
+
+
+def test_processes_choose_among_the_same_servers_of_a_large_fleet(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, training processes could choose different data while servers are updated."""
+    monkeypatch.setattr("teleloader.fleet.servers.MAX_USED_SERVERS", 1)
+    fleet.listed = [fleet.start(environment=f"numpy {number}") for number in range(8)]
+    found = set()
+    for process in range(8):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        found.add(RemoteDataset(fleet).environment)
+    assert len(found) == 1
+
+
+def test_another_server_does_not_end_the_wait_for_one_that_restarts(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The iterator waits for the server with its data, although a server with other data responds."""
+    restarts = itertools.count()
+    fleet.listed = [fleet.start(), fleet.start()]
+    with fake_server(Request.right, registering=lambda: 409) as other:
+        fleet.listed = [fleet.start(registering=lambda: 503 if next(restarts) < 3 else 200), other]
+        assert [batch[0].tolist() for batch in loader(fleet)] == RIGHT
+    assert next(restarts) > 3
+    assert f"{other}/" in caplog.text
+
+
+def test_a_finalizer_in_the_thread_of_a_directory_does_not_block_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An iterator may be garbage-collected while its servers change, in the thread that changes them."""
+    fleet.listed = [fleet.start()]
+    remote = loader(fleet)
+    batches = iter(remote)
+    next(batches)
+    receiver = batches._iteration.receiver  # type: ignore[attr-defined]
+    monkeypatch.setattr("teleloader.fetch.receiver.nearest", lambda servers, *_: receiver.close() or tuple(servers))
+    thread = threading.Thread(target=receiver.follow, args=(remote.dataset.servers.known,), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_servers_that_never_responded_do_not_displace_others(fleet: Fleet) -> None:
@@ -602,14 +652,16 @@ def test_servers_that_never_responded_do_not_displace_others(fleet: Fleet) -> No
         assert [batch[0].tolist() for batch in loader(fleet)] == RIGHT
 
 
-def test_failed_servers_of_a_large_fleet_are_replaced() -> None:
+def test_failed_servers_of_a_large_fleet_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers in use stay until they fail."""
     servers: list[Any] = [BatchServerOf(f"http://{number}") for number in range(200)]
     chosen, others = nearest(servers, "loader"), nearest(servers, "another")
     assert set(nearest(servers, "loader", {server.url for server in others})) == set(others)
-    chosen[0].last_error = ServerUnavailable
+    chosen[0].failed(ServerUnavailable())
     assert set(chosen[1:]) < set(nearest(servers, "loader", {server.url for server in chosen}))
     assert chosen[0] not in nearest(servers, "loader", {server.url for server in chosen})
+    monkeypatch.setattr("teleloader.api.control.SUSPECT_S", 0.0)  # it is tried again later
+    assert nearest(servers, "loader") == chosen
 
 
 def test_a_function_that_exits_is_called_again(fleet: Fleet) -> None:

@@ -47,6 +47,18 @@ def test_listed_servers_join_at_once() -> None:
     assert membership.urls == urls(A, B)
 
 
+def test_listed_servers_replace_absent_ones_if_too_many_are_known() -> None:
+    """A part of the directory that is invalid for long must not exclude new servers."""
+    old = [Entry(f"http://old:{port}") for port in range(1, MAX_SERVERS + 1)]
+    membership = known(*old)
+    membership.observe(partial(*old[2:]), 1.0)
+    membership.observe(partial(*old[3:]), 2.0)
+    membership.observe(partial(A, B, *old[4:]), 3.0)
+    assert membership.urls == urls(*old[2:], A, B)
+    membership.observe(partial(*old, A, B, C), 4.0)
+    assert len(membership.urls) == MAX_SERVERS
+
+
 def test_listings_without_information_change_nothing() -> None:
     """Empty, unreadable and too long listings remove no server, however long they last."""
     membership = known(A, B)

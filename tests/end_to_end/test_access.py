@@ -113,6 +113,12 @@ PATHS = (
 )  # fmt: skip
 
 
+def test_a_registry_that_refuses_the_token_is_an_error_at_once(server: ServerProcess) -> None:
+    """As for a server that is not found through a registry: a retry would not help."""
+    with pytest.raises(Unauthorized, match=f"no server found through registry.{server.url}: .*unknown token"):
+        RemoteDataset(f"registry+{server.url}", "numbers", token="unknown", reconnect_timeout=600)
+
+
 @pytest.mark.parametrize("token", [None, "not-one-of-the-servers-tokens", "old", "\N{SNOWMAN}"])
 def test_without_a_valid_token_nothing_is_revealed(
     server: ServerProcess, tables: TokenTable, token: str | None

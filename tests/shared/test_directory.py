@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from teleloader_shared.directory import (
     port_of,
     server_url,
 )
+from teleloader_shared.errors import Unauthorized
 from tests.conftest import examples
 
 fixed = settings(max_examples=examples(200))
@@ -165,6 +167,9 @@ def test_registries_are_merged() -> None:
     assert merged([one, other]) == listing(["http://a", "http://b", "http://c"])
     silent = Listing((), is_complete=False, problems=("no response",))
     assert merged([one, silent]) == Listing(one.entries, is_complete=False, problems=("no response",))
+    refusing = replace(silent, refusal=Unauthorized("unknown token"))
+    assert merged([refusing, silent]).refusal is None
+    assert merged([refusing, refusing]).refusal is refusing.refusal
 
 
 def test_a_registry_with_many_servers_does_not_hide_those_of_others() -> None:

@@ -57,6 +57,8 @@ END_TIMEOUT: Final = 2.0
 """Timeout of the request that ends a session, in seconds; short, because finalizers of iterators send it."""
 MAX_PATIENCE: Final = 4
 """Maximum timeout for a slow server, as a multiple of its `timeout`."""
+SUSPECT_S: Final = 60.0
+"""Seconds after an error for which a large fleet's other servers are preferred."""
 PROBE_S: Final = 1.0
 """Timeout of a probe in seconds: a server that sends nothing for this long has accepted the TLS connection."""
 
@@ -129,6 +131,8 @@ class Server:
             _warn_of_clear_token(self.url)
         self.last_error: type[Exception] | None = None
         """Type of the latest error, None once the server responds again; servers without an error are preferred."""
+        self._failed_at = 0.0
+        """Time of the latest error (``time.monotonic()``)."""
         self.is_identified = False
         """True once a loader server has responded at this URL; later unexpected responses are attributed to a proxy."""
         self._slowest = 0.0
@@ -139,6 +143,16 @@ class Server:
         if self.last_error is not None:
             logger.warning("%s responds again", self.url)
             self.last_error = None
+
+    def failed(self, error: Exception) -> None:
+        """Record a failed request."""
+        self.last_error = ServerUnavailable if isinstance(error, ServerUnavailable) else type(error)
+        self._failed_at = time.monotonic()
+
+    @property
+    def has_recently_failed(self) -> bool:
+        """True if the latest error is less than `SUSPECT_S` old, and the server has not responded since."""
+        return self.last_error is not None and 0 <= time.monotonic() - self._failed_at < SUSPECT_S
 
     @_confirmed
     def datasets(self) -> list[DatasetInfo]:
@@ -410,9 +424,10 @@ def _parsed(url: object) -> httpx.URL:
         raise ValueError(invalid)
     try:
         parsed = httpx.URL(url)
+        host = parsed.host  # decoded here
     except (httpx.InvalidURL, UnicodeError) as error:
         raise ValueError(f"{invalid} ({error})") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not host:
         raise ValueError(invalid)
     if parsed.port is not None and not 0 < parsed.port <= MAX_PORT:
         raise ValueError(f"{invalid} with a port in [1, {MAX_PORT}]")
@@ -434,7 +449,7 @@ def _is_this_machine(host: str) -> bool:
         return False
 
 
-@functools.cache  # at most one warning for each server
+@functools.lru_cache(maxsize=1024)  # usually one warning for each server
 def _warn_of_clear_token(url: str) -> None:
     logger.warning(
         "the token for %s is sent unencrypted: attackers on the network path can read and use the token. Start the "

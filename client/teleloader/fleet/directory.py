@@ -8,13 +8,14 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from teleloader.api.control import Server
 from teleloader_shared.directory import Listing, directory_address, listing, merged, port_of
-from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.errors import Forbidden, TeleloaderError, TlsError, Unauthorized
 from teleloader_shared.text import sentence
 
 REGISTRY_TIMEOUT_S: Final = 2.0
@@ -194,6 +195,8 @@ class _Request(threading.Thread):
 def _listed_by(registry: Server) -> Listing:
     try:
         return listing(registry.servers())
+    except (Unauthorized, Forbidden, TlsError) as error:
+        return replace(_unreadable(str(error)), refusal=error)
     except TeleloaderError as error:
         return _unreadable(str(error))
 

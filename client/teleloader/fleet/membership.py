@@ -8,6 +8,8 @@ The rules:
    directory.
 4. A server that fails leaves at once if the last listing with servers does not contain it. This listing may be
    incomplete, for example while a registry does not respond. A client that knew a server always knows one.
+5. Only the first `MAX_SERVERS` of a listing join. If as many are known, a listed server replaces the one that has been
+   absent for the longest time.
 """
 
 from __future__ import annotations
@@ -36,18 +38,24 @@ class Membership:
 
     def observe(self, listing: Listing, now: float) -> None:
         """Record a listing of the directory at the time `now`, in seconds of a monotonic clock."""
-        listed = dict.fromkeys(entry.url for entry in listing.entries)
+        listed = dict.fromkeys(entry.url for entry in listing.entries[:MAX_SERVERS])
         for url in set(self._absent_since).difference(listed) if listed else ():
             since = self._absent_since[url]
             self._absent_since[url] = since = now if since is None else since
             if listing.is_complete and now - since >= self._grace:
                 del self._absent_since[url]
         for url in listed:
-            if url in self._absent_since or len(self._absent_since) < MAX_SERVERS:
-                self._absent_since[url] = None
+            if url not in self._absent_since and len(self._absent_since) == MAX_SERVERS:
+                self._forget_absent()
+            self._absent_since[url] = None
+
+    def _forget_absent(self) -> None:
+        """Forget the server that has been absent for the longest time."""
+        absent = {url: since for url, since in self._absent_since.items() if since is not None}
+        del self._absent_since[min(absent, key=absent.__getitem__)]
 
     def failed(self, url: str) -> None:
-        """Record that a server does not respond."""
+        """Record that a request to a server failed."""
         if self._absent_since.get(url) is not None and len(self._absent_since) > 1:
             del self._absent_since[url]
 

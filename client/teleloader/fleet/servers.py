@@ -19,8 +19,8 @@ from teleloader.fleet.directory import Directory, directory_of
 from teleloader.fleet.membership import Membership
 from teleloader.fleet.trust import check_trust
 from teleloader.transport.interface import BatchServer
-from teleloader_shared.directory import MAX_PER_MACHINE, MAX_PORT, MAX_PROBLEMS, Listing, at_port, port_of
-from teleloader_shared.errors import ServerUnavailable, TlsError
+from teleloader_shared.directory import MAX_PER_MACHINE, MAX_PORT, MAX_PROBLEMS, Entry, Listing, at_port, port_of
+from teleloader_shared.errors import ServerUnavailable, TeleloaderError, TlsError
 from teleloader_shared.forks import after_fork_in_child
 
 MAX_USED_SERVERS: Final = 32
@@ -88,8 +88,8 @@ class Servers:
         """Problems of the last read of the directory, such as servers that the client must not use."""
         self._logged: tuple[str, ...] = ()
         """Problems of the last warning; empty again after a read without problems."""
-        self._refused: TlsError | None = None
-        """Error if the client may use none of the listed servers; None otherwise."""
+        self._refused: TeleloaderError | None = None
+        """Error if the directory refuses the client, or the client may use none of the listed servers."""
         self.known: tuple[BatchServer, ...] = ()
         """The servers, in the order in which they were listed; replaced when it changes."""
         self._directory: Directory | None = None
@@ -122,13 +122,14 @@ class Servers:
 
         Raises:
             ServerUnavailable: If the directory has listed no server yet.
-            TlsError: If the client may use none of the listed servers.
+            TlsError: If the client may use none of the listed servers, or cannot verify a registry.
+            Unauthorized: If a registry rejects the token; Forbidden if the token lacks a permission.
         """
         if time.monotonic() - self._read_at > READ_INTERVAL_S:
             self.refresh()
         if self._directory is not None and not self.known:
             if self._refused is not None:
-                raise TlsError(f"no server found through {self._directory.address}: {self._refused}")
+                raise type(self._refused)(f"no server found through {self._directory.address}: {self._refused}")
             why = "; ".join(self.problems) or "it lists no servers"
             raise ServerUnavailable(f"no server found through {self._directory.address}: {why}")
         return self.known
@@ -138,7 +139,7 @@ class Servers:
         return repr(urls[0] if len(urls) == 1 else urls) if self._directory is None else repr(self._directory.address)
 
     def failed(self, url: str) -> None:
-        """Record that a server does not respond. The client forgets it unless the directory lists it."""
+        """Record that a request to a server failed. The client forgets it unless the directory lists it."""
         if self._directory is not None:
             self._failed.append(url)
 
@@ -240,30 +241,31 @@ class Servers:
 
     def _usable(self, directory: Directory, listing: Listing, clients: dict[str, BatchServer]) -> Listing:
         """Return a listing without the servers that the client must not or cannot use; add clients of new servers."""
-        entries, problems, refused = [], list(listing.problems), None
+        entries: dict[str, Entry] = {}
+        problems, refused = list(listing.problems), listing.refusal
         is_verified = directory.server_name is not None or self._credentials.ca is not None
         for entry in listing.entries:
             try:
                 if not directory.is_trusted:
                     check_trust(entry.url, is_verified=is_verified, trust_directory=self._trust_directory)
-                if entry.url not in clients:
-                    clients[entry.url] = self._connect(entry.url, server_name=directory.server_name)
+                client = clients.get(entry.url) or self._connect(entry.url, server_name=directory.server_name)
             except TlsError as error:
                 problems.append(str(error))
                 refused = error
             except ValueError as error:
                 problems.append(str(error))
-            else:
-                entries.append(entry)
+            else:  # HTTP clients normalize URLs further, for example "/a/../b"
+                entries.setdefault(client.url, entry._replace(url=client.url))
+                clients.setdefault(client.url, client)
         self._refused = None if entries else refused
-        return Listing(tuple(entries), listing.is_complete, tuple(problems[:MAX_PROBLEMS]))
+        return Listing(tuple(entries.values()), listing.is_complete, tuple(problems[:MAX_PROBLEMS]))
 
 
 def nearest(servers: Sequence[BatchServer], key: str, used: Collection[str] = ()) -> tuple[BatchServer, ...]:
     """Return up to `MAX_USED_SERVERS` servers; of a larger fleet, different ones for different keys.
 
-    Servers with an error are the last choice. A server that joins or leaves a larger fleet changes at most one of the
-    others (rendezvous hashing).
+    Servers with a recent error are the last choice. A server that joins or leaves a larger fleet changes at most one of
+    the others (rendezvous hashing).
 
     Args:
         servers: The servers.
@@ -275,7 +277,7 @@ def nearest(servers: Sequence[BatchServer], key: str, used: Collection[str] = ()
 
     def rank(server: BatchServer) -> tuple[bool, bool, bytes]:
         digest = blake2b(f"{key}/{server.url}".encode()).digest()
-        return server.last_error is not None, server.url not in used, digest
+        return server.has_recently_failed, server.url not in used, digest
 
     return tuple(heapq.nsmallest(MAX_USED_SERVERS, servers, rank))
 

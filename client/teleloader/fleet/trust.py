@@ -45,12 +45,12 @@ def check_trust(url: str, *, is_verified: bool, trust_directory: bool) -> None:
 
 
 def check_environment(url: str, environment: str | None, expected: str | None) -> None:
-    """Check that the libraries of a server compute the same bits as those of the loader's first server.
+    """Check that the libraries of a server compute the same bits as those of most servers.
 
     Args:
         url: URL of the server.
         environment: Versions of the server's libraries; None if unknown.
-        expected: Versions on the first server; None to accept any.
+        expected: Versions on most servers; None to accept any.
 
     Raises:
         DatasetChanged: If the versions differ.
