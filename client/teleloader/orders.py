@@ -169,8 +169,8 @@ class SamplerOrder(Order):
     def adaptive(self) -> bool:
         """True if the prefetch window may grow beyond `prefetch_factor`: only for torch's own samplers.
 
-        The order of a user's sampler may depend on the progress of training, so index lists must not be drawn further
-        ahead than in torch. Not cached, because the user can replace the sampler between epochs.
+        The order of a user's sampler may depend on the progress of training, so on each server, index lists are not
+        drawn further ahead than in torch. Not cached, because the user can replace the sampler between epochs.
         """
         return is_torchs_own(self._sampler)
 

@@ -57,6 +57,8 @@ def test_statistics_of_other_releases_are_read() -> None:
     assert dataclasses.replace(found, server=sent.server) == sent
     assert found.server.demand is None
     del older["server"]["pid"]
+    with pytest.raises(ProtocolError, match="invalid statistics from : expected float, got 'much'"):
+        record_of(Stats, {**fields, "server": {**fields["server"], "cpu": "much"}}, "")
     with pytest.raises(ProtocolError, match="missing fields of ServerStats: pid"):
         record_of(Stats, older, "")
 

@@ -16,7 +16,7 @@ from teleloader.cli.stats import OF_ONE_SERVER, read_all, sentence, total
 from teleloader.dataset import RemoteDataset, consumers_prefix
 from teleloader.loader import DataLoader
 from teleloader.transport.interface import BatchServer
-from teleloader_shared.errors import Forbidden, ServerUnavailable
+from teleloader_shared.errors import ServerUnavailable, TeleloaderError
 from teleloader_shared.stats import ConsumerStats, Diagnosis, Stats
 from teleloader_shared.text import printable
 from teleloader_shared.tree import ArrayLeaf, flatten
@@ -187,12 +187,12 @@ class Bench:
 def own_diagnosis(servers: Sequence[BatchServer]) -> tuple[Diagnosis | None, int | None]:
     """Return the servers' diagnosis of this process, and the number of workers that limit its batch rate.
 
-    The diagnosis is None if no server lists this process, or the token does not permit reading it. The number is None
+    The diagnosis is None if no server lists this process, or no server returns its statistics. The number is None
     if the workers are not the bottleneck, or also serve other consumers.
     """
     try:
         found = total(read_all(servers, MAX_CONSUMERS))
-    except Forbidden:
+    except TeleloaderError:  # the measurement is complete without them
         return None, None
     # consumers are sorted by their last request, the latest first
     mine = next((consumer for consumer in found.consumers if _is_own(consumer)), None)

@@ -66,6 +66,9 @@ STYLES: Final[dict[Bottleneck, str]] = {
 """Styles of bottlenecks, in the order in which diagnoses are shown. Color is never the only indication."""
 _STATES: Final = {"busy": "green", "starting": "yellow"}
 
+_SCALARS: Final[dict[Any, tuple[type, ...]]] = {bool: (bool,), int: (int,), float: (float, int), str: (str,)}
+"""JSON types of the values of fields, by the type of the field."""
+
 _Record = TypeVar("_Record", bound="DataclassInstance")
 
 
@@ -78,7 +81,7 @@ def record_of(kind: type[_Record], value: Any, url: str) -> _Record:
         url: URL of the server, for error messages.
 
     Raises:
-        ProtocolError: If a field is missing, or a list or an object has another JSON type.
+        ProtocolError: If a field is missing, or its value has another JSON type.
     """
     hints = get_type_hints(kind)
     optional = {field.name for field in fields(kind) if field.default is None}  # older servers lack them
@@ -102,7 +105,11 @@ def _read(hint: Any, value: Any, url: str) -> Any:
         return [_read(get_args(hint)[0], item, url) for item in value]
     if container is dict:
         return {key: _read(get_args(hint)[1], item, url) for key, item in value.items()}
-    return record_of(hint, value, url) if is_dataclass(hint) and isinstance(hint, type) else value
+    if is_dataclass(hint) and isinstance(hint, type):
+        return record_of(hint, value, url)
+    if hint in _SCALARS and type(value) not in _SCALARS[hint]:
+        raise ProtocolError(f"invalid statistics from {url}: expected {hint.__name__}, got {short(value)}")
+    return value
 
 
 class Reading(NamedTuple):
@@ -149,7 +156,10 @@ class Source:
         if self._is_single:
             return readings[0].response
         responses = [
-            {"url": url, **({"error": str(stats)} if isinstance(stats, TeleloaderError) else response)}
+            {
+                "url": url,
+                **({"error": str(stats), "response": response} if isinstance(stats, TeleloaderError) else response),
+            }
             for url, response, stats in readings
         ]
         return {"total": asdict(total(readings)), "servers": responses, "problems": self._servers.problems}
