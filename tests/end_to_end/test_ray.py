@@ -382,6 +382,16 @@ def test_servers_without_a_registry_are_removed(cluster: Cluster) -> None:
     assert "this Ray cluster has no fleet 'orphans'" in again.err
 
 
+def test_keys_are_in_files_without_a_name(fleet: Any) -> None:
+    """No keys remain if Ray kills an actor with its child."""
+    command = process_at(fleet.status().servers[0].urls[0]).cmdline()
+    for option in ("--ssl-keyfile", "--tokens"):
+        path = command[command.index(option) + 1]
+        assert path.startswith("/dev/fd/")
+    folder = Path(command[command.index("--announce", command.index("--tokens")) + 1].removeprefix("file://")).parent
+    assert {path.name for path in folder.iterdir()} == {"servers", "servers.lock"}
+
+
 def test_a_server_that_exits_without_being_drained_is_restarted(cluster: Cluster) -> None:
     """Also after exit code 0, for example if another program sends SIGTERM."""
     from teleloader_server.ray import up

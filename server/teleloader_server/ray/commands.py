@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from teleloader_server.config import ConfigError, parse_size
 from teleloader_server.fleet.scaler import WINDOW_S
 from teleloader_server.ray.fleet import DEFAULT_TIMEOUT_S, Fleet, FleetStatus, connect, up
-from teleloader_server.ray.process import ServerStatus, write_private
+from teleloader_server.ray.process import ServerStatus
 from teleloader_server.ray.settings import DEFAULT_REGISTRY_PORT
 from teleloader_shared.units import counted
 
@@ -211,7 +211,8 @@ def credentials(name: str, address: str, folder: Path) -> None:
         access = connect(name).access()
     try:
         folder.mkdir(mode=0o700)
-        write_private(folder, {"token": access.token, "ca.pem": access.ca})
+        for file, content in {"token": access.token, "ca.pem": access.ca}.items():
+            (folder / file).write_text(content)
     except OSError as error:
         raise click.ClickException(f"cannot create folder {str(folder)!r}: {error.strerror}") from None
     values = {

@@ -50,9 +50,10 @@ class ServerProcess:
     forked without an exec: Ray runs threads in it. The server stops as after SIGTERM when the actor exits or is killed.
 
     Args:
-        arguments: Arguments of the command. ``{folder}`` stands for a new folder, which only this user can read. The
-            server is expected to announce itself in its file ``servers``.
-        files: Contents of the files in this folder, by name.
+        arguments: Arguments of the command. ``{folder}`` stands for a new folder, which only this user can read: the
+            server is expected to announce itself in its file ``servers``. ``{name}`` stands for the path of a file.
+        files: Contents of files by name. They have no name in the file system, so that no keys remain if Ray kills the
+            actor with its child.
         environment: Variables to add to the environment.
         is_retried: Whether to restart the server also if its configuration is invalid (exit code 2).
     """
@@ -61,9 +62,10 @@ class ServerProcess:
         self, arguments: Sequence[str], files: Mapping[str, str], environment: Mapping[str, str], *, is_retried: bool
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="teleloader-"))
-        write_private(self._folder, files)
-        self._command = [sys.executable, "-c", PROGRAM]
-        self._command += [argument.replace("{folder}", str(self._folder)) for argument in arguments]
+        self._files = {name: _unnamed_file(content) for name, content in files.items()}
+        paths = {"{folder}": str(self._folder)}
+        paths |= {f"{{{name}}}": f"/dev/fd/{file.fileno()}" for name, file in self._files.items()}
+        self._command = [sys.executable, "-c", PROGRAM, *(_replaced(argument, paths) for argument in arguments)]
         self._command += ["--exit-with-parent", str(os.getpid())]
         self._environment = {**os.environ, **environment}
         self._is_retried = is_retried
@@ -125,7 +127,7 @@ class ServerProcess:
             (self._folder / SERVERS_FILE).unlink(missing_ok=True)  # of a server that was killed
             self._child = child = subprocess.Popen(  # noqa: S603 - it is this program
                 self._command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-                env=self._environment,
+                env=self._environment, pass_fds=[file.fileno() for file in self._files.values()],
             )  # fmt: skip
         lines = deque[str](maxlen=LOG_LINES)
         log = threading.Thread(target=_forward, args=(child.stderr, lines), name="teleloader-log", daemon=True)
@@ -137,6 +139,8 @@ class ServerProcess:
     def _end(self, status: ServerStatus) -> None:
         self._status = status
         shutil.rmtree(self._folder, ignore_errors=True)
+        for file in self._files.values():
+            file.close()
 
     def _announced(self) -> tuple[str, ...]:
         try:
@@ -145,16 +149,17 @@ class ServerProcess:
             return ()
 
 
-def write_private(folder: Path, files: Mapping[str, str]) -> None:
-    """Create files, given their contents by name, that only this user can read.
+def _replaced(text: str, values: Mapping[str, str]) -> str:
+    for placeholder, value in values.items():
+        text = text.replace(placeholder, value)
+    return text
 
-    Raises:
-        FileExistsError: If one of them exists.
-    """
-    for name, content in files.items():
-        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(content)
+
+def _unnamed_file(content: str) -> IO[str]:
+    file = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the server has stopped
+    file.write(content)
+    file.flush()
+    return file
 
 
 def _forward(log: IO[str], lines: deque[str]) -> None:

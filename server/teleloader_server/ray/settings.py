@@ -103,9 +103,9 @@ class FleetSettings:
             "tokens.toml": "".join(starmap(_table, scopes.items())),
         }
         options = {
-            "--host": host, "--port": str(port), "--tokens": "{folder}/tokens.toml",
-            "--ssl-certfile": "{folder}/server.pem", "--ssl-keyfile": "{folder}/server.key",
-            "--fleet-ca": "{folder}/ca.pem", "--announce": f"file://{{folder}}/{SERVERS_FILE}",
+            "--host": host, "--port": str(port), "--tokens": "{tokens.toml}",
+            "--ssl-certfile": "{server.pem}", "--ssl-keyfile": "{server.key}",
+            "--fleet-ca": "{ca.pem}", "--announce": f"file://{{folder}}/{SERVERS_FILE}",
         }  # fmt: skip
         everything = (*arguments, *(word for option in options.items() for word in option))
         return ServerProcess(everything, files, {TOKEN_VARIABLE: self.announce_token}, is_retried=is_retried)
