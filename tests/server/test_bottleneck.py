@@ -47,6 +47,13 @@ def workforce(*consumers: ConsumerRates, **known: Any) -> PoolLoad:
     return usual._replace(**known)
 
 
+def test_the_setting_of_servers_under_a_supervisor_is_their_total() -> None:
+    """`--num-workers` is divided among the servers, each of which knows its own share."""
+    consumer = consumption(data_wait_fraction=0.62, starved_fraction=0.9)
+    advice = diagnose(consumer, workforce(consumer, busy=1.0, servers=2)).advice
+    assert "5 workers instead of 3 would keep up (--num-workers 10, divided among 2 servers)" in advice
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, str]] = {
     "batches are not ready": (
         {"data_wait_fraction": 0.62, "starved_fraction": 0.9},

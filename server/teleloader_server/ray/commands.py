@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -201,7 +202,7 @@ def drain(name: str, address: str, which: int) -> None:
 @_of_fleet
 @click.argument("folder", type=click.Path(path_type=Path))
 def credentials(name: str, address: str, folder: Path) -> None:
-    """Write the token and the CA for clients to a new FOLDER; print variables for the tools.
+    """Write the token and the CA for clients to FOLDER; print a shell command that sets variables for the tools.
 
     \b
       eval "$(teleloader-server ray credentials fleet)"
@@ -210,16 +211,19 @@ def credentials(name: str, address: str, folder: Path) -> None:
     with _connected(address):
         access = connect(name).access()
     try:
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
         for file, content in {"token": access.token, "ca.pem": access.ca}.items():
-            (folder / file).write_text(content)
+            with open(folder / file, "w", opener=_private) as written:
+                written.write(content)
     except OSError as error:
-        raise click.ClickException(f"cannot create folder {str(folder)!r}: {error.strerror}") from None
+        raise click.ClickException(f"cannot write to folder {str(folder)!r}: {error.strerror}") from None
     values = {
         "TELELOADER_TOKEN_FILE": str(folder.absolute() / "token"),
         "TELELOADER_CA": str(folder.absolute() / "ca.pem"),
         "FLEET": f"registry+{access.registry}",
     }
+    click.echo("unset TELELOADER_TOKEN")  # it would take precedence over the file
     click.echo(f"export {' '.join(f'{variable}={shlex.quote(value)}' for variable, value in values.items())}")
 
 
@@ -232,12 +236,20 @@ def down(name: str, address: str) -> None:
     click.echo(f"fleet {name!r} was removed", err=True)
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 def _show(found: FleetStatus) -> None:
     rows = [("registry", found.registry), *((str(number), server) for number, server in found.servers.items())]
     for label, server in rows:
         click.echo(_line(label, server))
     if found.limits:
         click.echo("autoscaling from {} to {} servers".format(*found.limits))
+    if any(server.state == "pending" for _, server in rows):
+        click.echo(
+            "pending: no node has enough free CPUs and memory, or only nodes whose CPUs are busy; see: ray status"
+        )
     for label, server in rows:
         if server.problem:
             click.echo(f"\n{label}: {server.problem}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -19,9 +20,14 @@ from teleloader_server.ray.process import ServerStatus
 from teleloader_server.ray.settings import DEFAULT_REGISTRY_PORT, FleetSettings
 
 POLL_S: Final = 0.5
+PATIENCE_S: Final = 10.0
+"""Seconds after which `up` logs the states of servers that are not ready."""
 DEFAULT_TIMEOUT_S: Final = 600.0
 REMOVAL_TIMEOUT_S: Final = 30.0
 """Seconds for which Ray may take to release the name of a killed actor."""
+
+
+logger = logging.getLogger("teleloader")
 
 
 class FleetStatus(NamedTuple):
@@ -159,7 +165,8 @@ class Fleet:
             ConfigError: If a server or the registry cannot start with these arguments.
             TimeoutError: If no server is ready within `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
+        is_told = False
         while True:
             registry, servers, _ = self.status()
             states = [server.state for server in servers.values()]
@@ -168,7 +175,14 @@ class Fleet:
                 raise ConfigError(f"cannot start fleet {self.name!r}: {problem}")
             if registry.state == "ready" and "ready" in states:
                 return
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > PATIENCE_S and not is_told:
+                is_told = True
+                logger.warning(
+                    "no server of fleet %r is ready yet (%s); waiting for up to %g s, see also: ray status",
+                    self.name, ", ".join(states), timeout,
+                )  # fmt: skip
+            if waited > timeout:
                 problems = "".join(f"\n{server.problem}" for server in servers.values() if server.problem)
                 raise TimeoutError(
                     f"no server of fleet {self.name!r} is ready after {timeout:g} s: their states are "

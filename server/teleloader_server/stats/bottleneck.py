@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from teleloader_shared.stats import WINDOW, Diagnosis
 from teleloader_shared.units import number, seconds
@@ -113,6 +113,8 @@ class PoolLoad(NamedTuple):
     """Mean number of CPUs in use."""
     event_loop_lag: float
     """Recent mean lag of the event loop in seconds."""
+    servers: int = 1
+    """Number of servers under the same supervisor, which divides the workers of the setting among them."""
 
 
 def total_demand(demands: Iterable[tuple[object, float]]) -> float:
@@ -200,7 +202,7 @@ def _enough_workers(consumer: ConsumerRates, pool: PoolLoad, needed: int | None)
     if consumer.is_unthrottled and consumer.batch_rate >= MIN_BATCH_RATE:
         return f" and consumes each batch at once: {_throughput(consumer, pool)}"
     if needed is None:
-        return f": add workers ({pool.setting.format('N')})"
+        return f": add workers ({_setting(pool, 'N')})"
     if needed > pool.workers:
         return f": {_workers(needed)}{_instead(pool, needed)}"
     prefetch = "prefetch more (prefetch_factor), so that slow batches start earlier"
@@ -219,9 +221,9 @@ def _instead(pool: PoolLoad, needed: int) -> str:
         )
     if needed > (most := WORKERS_PER_CPU * pool.cpus):
         first = max(most, pool.workers)
-        return f" would {keep_up}, many more than {_cpus(pool)}: try {first} first ({pool.setting.format(first)})"
+        return f" would {keep_up}, many more than {_cpus(pool)}: try {first} first ({_setting(pool, first)})"
     instead = f" instead of {pool.workers}" if pool.workers else ""
-    return f"{instead} would {keep_up} ({pool.setting.format(needed)})"
+    return f"{instead} would {keep_up} ({_setting(pool, needed)})"
 
 
 def _throughput(consumer: ConsumerRates, pool: PoolLoad) -> str:
@@ -234,7 +236,15 @@ def _throughput(consumer: ConsumerRates, pool: PoolLoad) -> str:
     if pool.cpu >= CPUS_BUSY * pool.cpus:
         return f"{now}, {enough}, with {_cpus(pool)} busy; for shorter steps add another server"
     twice = 2 * max(1, pool.workers)
-    return f"{now}, {enough}; steps of half that time need {twice} workers ({pool.setting.format(twice)})"
+    return f"{now}, {enough}; steps of half that time need {twice} workers ({_setting(pool, twice)})"
+
+
+def _setting(pool: PoolLoad, workers: int | Literal["N"]) -> str:
+    """Return the setting for a number of workers of this server."""
+    if pool.servers == 1:
+        return pool.setting.format(workers)
+    total = workers if workers == "N" else pool.servers * workers
+    return f"{pool.setting.format(total)}, divided among {pool.servers} servers"
 
 
 def _cpus(pool: PoolLoad) -> str:

@@ -318,6 +318,7 @@ def _load(snapshot: EngineSnapshot, loops: list[_ConsumerSample], server: Server
         demand=total_demand((sample.consumer.epoch, sample.recent.demand) for sample in active),
         consumers=len(active),
         setting=snapshot.engine.source.setting,
+        servers=len(server.ports) if server.ports and snapshot.engine.source.session is None else 1,
         cpus=server.cpus,
         cpu=server.cpu,
         event_loop_lag=server.event_loop_lag,
