@@ -333,7 +333,10 @@ def test_a_whole_life_on_the_command_line(cluster: Cluster, code: Path) -> None:
     assert [line[:2] for line in words] == [["registry", "ready"], ["0", "ready"]]
     running = [process_at(line[2]) for line in words]
     folders = [
-        Path(argument).parent for each in running for argument in each.cmdline() if argument.endswith("server.key")
+        Path(word.removeprefix("file://")).parent
+        for each in running
+        for word in each.cmdline()
+        if word.startswith("file://")
     ]
     assert len(folders) == 2
     again = piped(SERVER, "ray", "up", *fleet, "--servers", "1", "--num-workers", "1", f"{MODULE}:Slow")
