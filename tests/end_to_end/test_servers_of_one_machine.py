@@ -20,7 +20,7 @@ from teleloader_server.cli.listener import bind_consecutive
 from teleloader_server.config import ConfigError
 from teleloader_server.limits import Limits
 from tests.conftest import ROOT, ServerProcess, StartServer, eventually
-from tests.end_to_end.terminal import SERVER, piped
+from tests.end_to_end.terminal import SERVER, piped, terminal
 from tests.raw import Raw
 
 HOSTED = "tests.end_to_end.hosted:"
@@ -112,11 +112,20 @@ def test_each_server_has_its_part_of_the_totals(start_server: StartServer) -> No
 # -- signals and exits
 
 
+@pytest.mark.parametrize("whole_group", [False, True], ids=["supervisor", "group"])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_all_servers(
-    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+    start_server: StartServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: signal.Signals,
+    *,
+    whole_group: bool,
 ) -> None:
-    """On SIGTERM, each server completes its pending requests, the exit code is 0, and all processes exit."""
+    """On SIGTERM, each server completes its pending requests, the exit code is 0, and all processes exit.
+
+    Terminals and service managers send the signal to all processes.
+    """
     monkeypatch.setenv("GATE", str(tmp_path / "gate"))
     started = start_server(f"{HOSTED}slow", "--num-workers", "2", "--servers", "2")
     waiting = []
@@ -127,6 +136,8 @@ def test_a_signal_drains_all_servers(
         eventually(partial(is_busy, url))
     processes = psutil.Process(started.pid).children(recursive=True)
     assert len(processes) == 7, "a fork server, and two servers with a fork server and a worker each"
+    for process in processes if whole_group else ():
+        process.send_signal(how)
     started.process.send_signal(how)
     for url in urls(started):
         eventually(partial(is_draining, url))
@@ -137,6 +148,16 @@ def test_a_signal_drains_all_servers(
     assert started.process.wait(30) == 0
     assert is_over(processes)
     assert not any("Traceback" in line for line in started.log), "".join(started.log)
+
+
+def test_a_signal_to_the_supervisor_in_a_terminal_stops_all_servers() -> None:
+    """SIGINT to the supervisor alone stops the servers, although Ctrl-C would reach them without the supervisor."""
+    with terminal(SERVER, *NUMBERS, "--servers", "2", "--port", "0") as screen:
+        screen.await_text(r"watch +teleloader")
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.wait() == 0
+    assert screen.text.count("stopping: completing") == 2
+    assert "killing them" not in screen.text
 
 
 @pytest.mark.parametrize("number", [0, 1])

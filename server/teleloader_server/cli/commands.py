@@ -37,7 +37,7 @@ from teleloader_server.config import (
     read_toml,
 )
 from teleloader_server.dispatch.service import LoaderService
-from teleloader_server.fleet.supervisor import EXIT_FAILED, EXIT_USAGE
+from teleloader_server.fleet.supervisor import EXIT_FAILED, EXIT_USAGE, STOP_SIGNAL
 from teleloader_server.limits import (
     DEFAULT_BATCH_TIMEOUT,
     DEFAULT_LIMITS,
@@ -495,7 +495,7 @@ async def _serve(
         starting.cancel()
 
     web.lifecycle.drain = stop
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM) if listens is None else (STOP_SIGNAL,):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     try:
         await starting

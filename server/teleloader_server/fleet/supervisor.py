@@ -1,7 +1,9 @@
 """Parent process of several servers on one machine: starts them, restarts them after failures, and stops them.
 
 The servers are forks of the parent, which has no threads and no event loop. They share one fork server, and thereby the
-memory of the datasets. The kernel sends SIGTERM to all servers when the parent exits, also if it is killed.
+memory of the datasets. They ignore SIGINT and SIGTERM, which terminals and service managers send to all processes: the
+parent forwards these signals as `STOP_SIGNAL`. The kernel sends it to all servers when the parent exits, also if the
+parent is killed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ STABLE_S: Final = 10.0
 """Seconds after which the exit of a server counts as its first failure again."""
 KILL_MARGIN_S: Final = 10.0
 """Seconds after the grace period in which a server withdraws and its workers exit; then it is killed."""
+STOP_SIGNAL: Final = signal.SIGUSR1
+"""Signal that stops a server, as SIGTERM stops a server without a supervisor."""
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger("teleloader_server")
@@ -156,12 +160,10 @@ class ServerSupervisor:
 
     def _serve(self, number: int) -> int:
         """Run a server in the forked process."""
-        end_with_parent(signal.SIGTERM)
+        end_with_parent(STOP_SIGNAL)
         if os.getppid() != self._pid:  # the supervisor was killed before the call
             return EXIT_FAILED
         signal.set_wakeup_fd(-1)
-        for stop in _STOP_SIGNALS:
-            signal.signal(stop, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         return self._run(number, lambda: os.write(self._report, bytes([number])))
 
@@ -172,16 +174,14 @@ class ServerSupervisor:
         self._not_listening -= listening
 
     def _read_signals(self) -> None:
-        for number in self._signals.recv(1024):
-            # the terminal sends Ctrl-C to the servers as well, and a second signal would skip the grace period
-            self._stop(None if number == signal.SIGINT and os.isatty(0) else signal.SIGTERM)
+        for _ in self._signals.recv(1024):
+            self._stop()
 
-    def _stop(self, number: signal.Signals | None) -> None:
+    def _stop(self) -> None:
         self._kill_at = self._kill_at or time.monotonic() + self._grace + KILL_MARGIN_S
         for server in self._servers:
             server.restart_at = None
-        if number is not None:
-            self._signal(number)
+        self._signal(STOP_SIGNAL)
 
     def _signal(self, number: signal.Signals) -> None:
         for server in self._servers:
@@ -201,7 +201,7 @@ class ServerSupervisor:
             self._code = self._code or (EXIT_USAGE if code == EXIT_USAGE else 0)
         elif code == EXIT_USAGE:
             self._code = EXIT_USAGE
-            self._stop(signal.SIGTERM)
+            self._stop()
         elif code == 0:
             logger.info("%s was drained, and is not started again", child.name)
         else:
