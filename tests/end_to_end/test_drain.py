@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
+from teleloader_server.cli.commands import REPEAT_S
 from teleloader_shared import codec
 from tests.conftest import ServerProcess, StartServer, eventually
 from tests.raw import Raw
@@ -103,7 +105,7 @@ def test_clients_that_do_not_read_keep_no_server_alive(start_server: StartServer
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_now(start_server: StartServer, gate: Path, second: signal.Signals) -> None:
-    """The server exits immediately with the same code, whatever is in progress."""
+    """The server exits immediately with the same code, if the signal is not a repetition of the first one."""
     server = start_server(TARGET + "slow", "--num-workers", "1", "--shutdown-grace", "600")
     path = register(server, "slow")
     family = psutil.Process(server.pid).children(recursive=True)
@@ -112,11 +114,35 @@ def test_a_second_signal_ends_it_now(start_server: StartServer, gate: Path, seco
         eventually(lambda: asked(server))
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: server.stats()["server"]["draining"])
+        time.sleep(REPEAT_S)
         began = time.monotonic()
         assert server.end(second) == 0
         assert time.monotonic() - began < 15
     assert not psutil.wait_procs(family, timeout=10)[1]
     assert not any("ERROR" in line or "Traceback" in line for line in server.log), "".join(server.log)
+
+
+@pytest.mark.parametrize("servers", ["1", "2"])
+@pytest.mark.parametrize("first", ["signal", "drain"])
+def test_a_stop_that_arrives_twice_completes_pending_requests(
+    start_server: StartServer, gate: Path, first: str, servers: str
+) -> None:
+    """A signal that is sent twice at once, or after the drain of the server, does not abort pending requests."""
+    server = start_server(TARGET + "slow", "--num-workers", servers, "--servers", servers, "--shutdown-grace", "60")
+    path = register(server, "slow")
+    with Raw(server.url) as waiting:
+        waiting.send_get(f"{path}/3")
+        eventually(lambda: asked(server))
+        if first == "drain":
+            assert httpx.post(f"{server.url}/v1/drain").status_code == 202
+        else:
+            server.process.send_signal(signal.SIGINT)  # a second SIGTERM could be merged with the first
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.stats()["server"]["draining"])
+        assert not select.select([waiting.socket], [], [], 1)[0], "the request was aborted"
+        gate.touch()
+        assert waiting.receive().status == 200
+    assert server.process.wait(30) == 0
 
 
 def test_an_idle_server_stops_at_once(start_server: StartServer) -> None:

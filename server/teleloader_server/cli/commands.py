@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -57,6 +59,11 @@ DEMO: Final = (
     DatasetConfig(name="digits-train", factory="teleloader_server.demo:digits_train", version="1"),
     DatasetConfig(name="digits-test", factory="teleloader_server.demo:digits_test", version="1"),
 )
+REPEAT_S: Final = 0.5
+"""Seconds after the first signal in which further ones do not abort pending requests.
+
+timeout(1) sends each signal twice: to its child process, and to the process group.
+"""
 EXIT_INTERRUPTED: Final = 130
 """Exit status that a shell reports after Ctrl-C."""
 
@@ -486,15 +493,22 @@ async def _serve(
         log_start(pools.configs)
     starting = asyncio.create_task(service.start())
 
-    def stop() -> None:
-        # the first signal completes pending requests, the second aborts them
+    first_signal = math.inf
+
+    def drain() -> None:
         if not web.should_exit:
             logger.info("stopping: completing pending requests for up to %g s; a second signal aborts them", grace)
-        web.force_exit = web.should_exit
         web.should_exit = True
         starting.cancel()
 
-    web.lifecycle.drain = stop
+    def stop() -> None:
+        nonlocal first_signal
+        now = time.monotonic()
+        first_signal = min(first_signal, now)
+        web.force_exit = now - first_signal > REPEAT_S
+        drain()
+
+    web.lifecycle.drain = drain
     for number in (signal.SIGINT, signal.SIGTERM) if listens is None else (STOP_SIGNAL,):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     try:

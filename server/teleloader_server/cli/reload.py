@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -104,6 +103,4 @@ class Reloader:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._stopping.set()
-        # the terminal sends Ctrl-C to the child as well, and a second signal would skip the grace period
-        if number != signal.SIGINT or not os.isatty(0):
-            self._child.send_signal(number)
+        self._child.send_signal(number)

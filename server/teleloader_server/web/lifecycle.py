@@ -31,7 +31,10 @@ class Lifecycle:
     """Set when the shutdown begins."""
     connections: ConnectionManager
     drain: Callable[[], None] | None = None
-    """Function that begins the shutdown; None if the server is embedded in a program, which shuts it down."""
+    """Function that begins the shutdown; None if the server is embedded in a program, which shuts it down.
+
+    Repeated calls have no effect.
+    """
 
 
 def make_lifecycle_router() -> APIRouter:
@@ -53,8 +56,7 @@ def make_lifecycle_router() -> APIRouter:
         lifecycle = _lifecycle_of(request)
         if lifecycle.drain is None:
             raise HttpProblem(409, "CannotDrain", "this server is embedded in another program: stop the program")
-        if not lifecycle.exit_requested.is_set():  # a second call of the function would abort the requests
-            lifecycle.drain()
+        lifecycle.drain()
         return _status(lifecycle)
 
     @router.put(
