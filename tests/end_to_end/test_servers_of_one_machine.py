@@ -195,12 +195,12 @@ def test_no_server_survives_its_supervisor(start_server: StartServer) -> None:
 
 
 def test_a_stopped_server_does_not_keep_the_others_from_ending(start_server: StartServer) -> None:
-    """A server that does not handle SIGTERM is killed after the grace period."""
+    """A server that does not stop is killed after the grace period, and the exit code is 1."""
     started = start_server(*NUMBERS, "--servers", "2", "--shutdown-grace", "0.1")
     stopped = process_at(started, started.url)
     stopped.suspend()
     began = time.monotonic()
-    assert started.end() == 0
+    assert started.end() == 1
     assert time.monotonic() - began > 5
     assert is_over([stopped])
 

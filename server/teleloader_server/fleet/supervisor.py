@@ -94,7 +94,7 @@ class ServerSupervisor:
         """Run the servers until all have exited, and return the exit code.
 
         A server that exits with code 0 was drained, and is not restarted. If a server exits with code 2, all servers
-        are stopped. SIGTERM and SIGINT are forwarded to the servers.
+        are stopped. SIGTERM and SIGINT are forwarded to the servers. The exit code is 1 if a server had to be killed.
         """
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
@@ -131,6 +131,7 @@ class ServerSupervisor:
                 self._start(child)
         if self._kill_at is not None and self._kill_at <= now:
             logger.error("servers did not exit in time: killing them")
+            self._code = self._code or EXIT_FAILED
             self._kill_at = now + KILL_MARGIN_S
             self._signal(signal.SIGKILL)
 
