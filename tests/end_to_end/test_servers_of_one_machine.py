@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -42,6 +43,18 @@ def process_at(supervisor: ServerProcess, url: str) -> psutil.Process:
         if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in child.net_connections("tcp"))
     ]
     return found
+
+
+def forkserver_of(supervisor: ServerProcess, servers: list[int]) -> psutil.Process:
+    """Return the process of the shared fork server, given the PIDs of the servers."""
+    (found,) = [child for child in psutil.Process(supervisor.pid).children() if child.pid not in servers]
+    return found
+
+
+def blocked_signals(process: psutil.Process) -> int:
+    """Return the signal mask of a process."""
+    (mask,) = re.findall(r"^SigBlk:\s+(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    return int(mask, 16)
 
 
 def responds(url: str) -> bool:
@@ -272,7 +285,10 @@ def test_the_servers_share_the_memory_of_the_datasets(start_server: StartServer)
 def test_the_datasets_are_constructed_once(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restarted server uses the same datasets, and a restarted fork server constructs them for all servers."""
+    """A restarted server uses the same datasets, and a restarted fork server constructs them for all servers.
+
+    No signals are blocked in the new processes, nor in programs that the datasets start.
+    """
     built = tmp_path / "built"
     monkeypatch.setenv("BUILT", str(built))
     started = start_server(f"{HOSTED}counted", "--num-workers", "2", "--servers", "2")
@@ -284,7 +300,7 @@ def test_the_datasets_are_constructed_once(
     batches = iter(loader)
     seen = [next(batches).tolist() for _ in range(20)]
     servers = [process_at(started, url).pid for url in (first, second)]
-    (forkserver,) = [child for child in psutil.Process(started.pid).children() if child.pid not in servers]
+    forkserver = forkserver_of(started, servers)
     forkserver.kill()
     started.await_line(rf"the fork server \(pid {forkserver.pid}\) was killed by signal SIGKILL .*; restarting it in")
     seen += [batch.tolist() for batch in batches]
@@ -293,6 +309,8 @@ def test_the_datasets_are_constructed_once(
     for url in (first, second):
         eventually(partial(responds, url))
     assert built.read_text() == ".."
+    assert forkserver_of(started, servers) != forkserver
+    assert not any(map(blocked_signals, psutil.Process(started.pid).children(recursive=True)))
     assert started.end() == 0
 
 

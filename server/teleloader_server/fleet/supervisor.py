@@ -35,7 +35,6 @@ KILL_MARGIN_S: Final = 10.0
 """Seconds after the grace period in which a server withdraws and its workers exit; then it is killed."""
 STOP_SIGNAL: Final = signal.SIGUSR1
 """Signal that stops a server, as SIGTERM stops a server without a supervisor."""
-_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger("teleloader_server")
 
@@ -106,7 +105,7 @@ class ServerSupervisor:
         with self._signals, wakeup:
             wakeup.setblocking(False)
             signal.set_wakeup_fd(wakeup.fileno())
-            for number in _STOP_SIGNALS:
+            for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: None)
             self._watch(self._root)
             for server in self._servers:
@@ -137,8 +136,6 @@ class ServerSupervisor:
 
     def _start(self, child: _Child) -> None:
         child.restart_at, child.started = None, time.monotonic()
-        # a signal must reach either the supervisor, or the server's own handlers
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
             child.pid = child.launch()
             try:
@@ -149,8 +146,6 @@ class ServerSupervisor:
                 raise
         except OSError as error:
             self._failed(child, f"cannot start: {shortage(error)}")
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
     def _watch(self, child: _Child) -> None:
         child.end = os.pidfd_open(child.pid)
@@ -165,7 +160,6 @@ class ServerSupervisor:
         if os.getppid() != self._pid:  # the supervisor was killed before the call
             return EXIT_FAILED
         signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         return self._run(number, lambda: os.write(self._report, bytes([number])))
 
     def _read_listening(self) -> None:
