@@ -339,6 +339,25 @@ def test_a_signal_stops_the_construction_of_the_datasets(tmp_path: Path, monkeyp
     eventually(lambda: is_over([forkserver]))
 
 
+def test_the_supervisor_reaps_orphans() -> None:
+    """The init process of a container is the parent of all orphans, here of the workers of killed fork servers."""
+    subreaper = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1); os.execv(sys.argv[1], sys.argv[1:])"
+    started = ServerProcess(*NUMBERS, "--servers", "2", "--port", "0", prefix=(sys.executable, "-c", subreaper))
+    try:
+        supervisor = psutil.Process(started.pid)
+        servers = [process_at(started, url).pid for url in urls(started)]
+        root = forkserver_of(started, servers)
+        for killed in [*root.children(), root]:
+            workers = killed.children(recursive=True)
+            assert workers
+            killed.kill()
+            eventually(lambda gone=[killed, *workers]: not any(process.is_running() for process in gone))
+            eventually(lambda: all(map(responds, urls(started))))
+        assert len(supervisor.children()) == 3
+    finally:
+        assert started.end() == 0
+
+
 # -- clients
 
 

@@ -35,6 +35,7 @@ KILL_MARGIN_S: Final = 10.0
 """Seconds after the grace period in which a server withdraws and its workers exit; then it is killed."""
 STOP_SIGNAL: Final = signal.SIGUSR1
 """Signal that stops a server, as SIGTERM stops a server without a supervisor."""
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger("teleloader_server")
 
@@ -105,7 +106,8 @@ class ServerSupervisor:
         with self._signals, wakeup:
             wakeup.setblocking(False)
             signal.set_wakeup_fd(wakeup.fileno())
-            for number in (signal.SIGINT, signal.SIGTERM):
+            # SIGCHLD wakes the supervisor to reap orphans
+            for number in (*_STOP_SIGNALS, signal.SIGCHLD):
                 signal.signal(number, lambda *_: None)
             self._watch(self._root)
             for server in self._servers:
@@ -124,6 +126,7 @@ class ServerSupervisor:
         )
         for key, _ in self._selector.select(None if due is None else max(0.0, due - time.monotonic())):
             key.data()
+        self._reap_orphans({child.pid for child in children if child.end != -1})
         now = time.monotonic()
         for child in children:
             if child.restart_at is not None and child.restart_at <= now:
@@ -133,6 +136,18 @@ class ServerSupervisor:
             self._code = self._code or EXIT_FAILED
             self._kill_at = now + KILL_MARGIN_S
             self._signal(signal.SIGKILL)
+
+    def _reap_orphans(self, watched: set[int]) -> None:
+        """Reap exited processes that the supervisor did not start: orphans, if it is the init process of a container.
+
+        A watched process ends the loop, because the same one would be found again. Its pidfd is readable, and the
+        supervisor calls this function again afterwards.
+        """
+        with suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in watched:
+                    return
+                os.waitpid(found.si_pid, 0)
 
     def _start(self, child: _Child) -> None:
         child.restart_at, child.started = None, time.monotonic()
@@ -160,6 +175,7 @@ class ServerSupervisor:
         if os.getppid() != self._pid:  # the supervisor was killed before the call
             return EXIT_FAILED
         signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self._run(number, lambda: os.write(self._report, bytes([number])))
 
     def _read_listening(self) -> None:
@@ -169,8 +185,9 @@ class ServerSupervisor:
         self._not_listening -= listening
 
     def _read_signals(self) -> None:
-        for _ in self._signals.recv(1024):
-            self._stop()
+        for number in self._signals.recv(1024):
+            if number in _STOP_SIGNALS:
+                self._stop()
 
     def _stop(self) -> None:
         self._kill_at = self._kill_at or time.monotonic() + self._grace + KILL_MARGIN_S
