@@ -207,6 +207,23 @@ def test_no_server_survives_its_supervisor(start_server: StartServer) -> None:
     eventually(lambda: is_over(processes))
 
 
+def test_pending_requests_fail_at_once_without_the_supervisor(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers exit with the supervisor, so that no server can complete its pending requests."""
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    started = start_server(f"{HOSTED}slow", "--num-workers", "2", "--servers", "2", "--shutdown-grace", "600")
+    processes = psutil.Process(started.pid).children(recursive=True)
+    key = httpx.post(f"{started.url}/v1/loaders", json={"dataset": "slow"}).json()["key"]
+    with Raw(started.url) as waiting:
+        waiting.send_get(f"/v1/loaders/{key}/epochs/0/batches/3")
+        eventually(partial(is_busy, started.url))
+        started.process.kill()
+        response = waiting.receive()
+        assert (response.status, response.problem["code"]) == (503, "ServerUnavailable")
+    eventually(lambda: is_over(processes))
+
+
 def test_a_stopped_server_does_not_keep_the_others_from_ending(start_server: StartServer) -> None:
     """A server that does not stop is killed after the grace period, and the exit code is 1."""
     started = start_server(*NUMBERS, "--servers", "2", "--shutdown-grace", "0.1")

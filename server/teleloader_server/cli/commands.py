@@ -494,6 +494,7 @@ async def _serve(
     starting = asyncio.create_task(service.start())
 
     first_signal = math.inf
+    supervisor = None if listens is None else os.getppid()
 
     def drain() -> None:
         if not web.should_exit:
@@ -506,6 +507,8 @@ async def _serve(
         now = time.monotonic()
         first_signal = min(first_signal, now)
         web.force_exit = now - first_signal > REPEAT_S
+        if supervisor is not None and os.getppid() != supervisor:  # it was killed, and all workers with it
+            web.give_up()
         drain()
 
     web.lifecycle.drain = drain

@@ -245,7 +245,7 @@ class Server(uvicorn.Server):
         self._connections.drain()
         # at 80 % of the grace period, pending requests get an error response
         if not await self._all_sent(0.8 * self._grace):
-            self._service.give_up(ServerUnavailable("the server is stopping: use another server, or retry later"))
+            self.give_up()
             await self._all_sent(0.1 * self._grace)
         self._connections.abort()
         await super().shutdown(sockets)
@@ -253,6 +253,11 @@ class Server(uvicorn.Server):
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+
+    def give_up(self) -> None:
+        """Reject new requests for batches, and respond to pending ones with an error; does not shut the server down."""
+        self._service.draining.set()
+        self._service.give_up(ServerUnavailable("the server is stopping: use another server, or retry later"))
 
     async def _all_sent(self, seconds: float) -> bool:
         """Wait until all responses are sent, for at most `seconds` or until `force_exit`; return True if all are."""
