@@ -186,6 +186,24 @@ def test_a_full_socket_takes_the_rest_later(pair: tuple[Channel, Channel]) -> No
     assert got == messages
 
 
+def test_sending_keeps_the_mode_of_the_socket(pair: tuple[Channel, Channel]) -> None:
+    """`receive` must not block in another process that shares the socket with a process that waits to send."""
+    ours, other = pair
+    messages = [[number, "x" * 1000] for number in range(3000)]
+    for message in messages:
+        ours.put(message)
+    sender = threading.Thread(target=ours.send, args=("last",))
+    sender.start()
+    got: list[Any] = []
+    modes = set()
+    while len(got) < len(messages) + 1:
+        modes.add(os.get_blocking(ours.fileno()))
+        got += other.receive()
+    sender.join()
+    assert got == [*messages, "last"]
+    assert modes == {False}
+
+
 # --- Descriptors --------------------------------------------------------------------------------------------------
 
 

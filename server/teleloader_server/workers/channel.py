@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import stat
 import struct
@@ -62,8 +63,10 @@ class Channel:
             EOFError: If the other end is closed, or its process has exited.
             BlockingIOError: If no data is available, and the socket is non-blocking.
         """
+        # forked processes share O_NONBLOCK with this one: the flag of the call, and not of the socket, holds
+        no_wait = 0 if self._socket.gettimeout() is None else socket.MSG_DONTWAIT
         try:
-            data, fds, flags, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
+            data, fds, flags, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS, no_wait)
         except ConnectionResetError:
             data, fds, flags = b"", [], 0
         if not data:
@@ -99,37 +102,51 @@ class Channel:
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send all queued messages, then this message with its file descriptors, and wait until all are sent."""
-        timeout = self._socket.gettimeout()
-        self._socket.settimeout(None)
-        try:
-            if fds:
-                # descriptors are attached to the first byte of their message, so queued messages must be sent first
-                self.flush()
-                data = self._packer.pack(message)
-                with suppress(BrokenPipeError, ConnectionResetError):
-                    sent = socket.send_fds(self._socket, [data], list(fds))
-                    if sent < len(data):
-                        self._unsent.append(memoryview(data)[sent:])
-            else:
-                self.put(message)
-            self.flush()
-        finally:
-            self._socket.settimeout(timeout)
+        if fds:
+            # descriptors are attached to the first byte of their message, so queued messages must be sent first
+            self._flush_all()
+            data = self._packer.pack(message)
+            sent = 0
+            while not sent:
+                try:
+                    sent = socket.send_fds(self._socket, [data], list(fds), socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    self._await_writable()
+                except (BrokenPipeError, ConnectionResetError):
+                    return
+            if sent < len(data):
+                self._unsent.append(memoryview(data)[sent:])
+        else:
+            self.put(message)
+        self._flush_all()
+
+    def _flush_all(self) -> None:
+        while not self.flush():
+            self._await_writable()
+
+    def _await_writable(self) -> None:
+        writable = select.poll()
+        writable.register(self._socket, select.POLLOUT)
+        writable.poll()
 
     def flush(self) -> bool:
         """Send queued messages; return False if messages remain until the socket is writable.
 
         Messages to a process that has exited are not sent, and cause no error: `receive` reports the exit.
         """
-        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+        try:
             while self._unsent:
-                sent = self._socket.sendmsg(list(islice(self._unsent, _MAX_PIECES)))
+                sent = self._socket.sendmsg(list(islice(self._unsent, _MAX_PIECES)), (), socket.MSG_DONTWAIT)
                 while sent:
                     first = self._unsent.popleft()
                     if sent < len(first):
                         self._unsent.appendleft(first[sent:])
                     sent -= min(sent, len(first))
-        return not self._unsent
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            self._unsent.clear()
+        return True
 
     def hang_up(self) -> None:
         """Shut down both directions, including copies of the socket in forked processes; then close the socket."""
