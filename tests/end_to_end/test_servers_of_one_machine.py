@@ -80,6 +80,11 @@ def is_over(processes: list[psutil.Process]) -> bool:
     return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
 
 
+def are_reaped(processes: list[psutil.Process]) -> bool:
+    """Return True if all processes have exited, and none is a zombie."""
+    return not any(process.is_running() for process in processes)
+
+
 # -- division
 
 
@@ -368,7 +373,7 @@ def test_the_supervisor_reaps_orphans() -> None:
             workers = killed.children(recursive=True)
             assert workers
             killed.kill()
-            eventually(lambda gone=[killed, *workers]: not any(process.is_running() for process in gone))
+            eventually(partial(are_reaped, [killed, *workers]))
             eventually(lambda: all(map(responds, urls(started))))
         assert len(supervisor.children()) == 3
     finally:
