@@ -193,6 +193,23 @@ def test_a_killed_server_is_restarted_at_the_same_port(start_server: StartServer
     assert started.end() == 0
 
 
+def test_a_port_taken_by_another_process_is_retried(start_server: StartServer) -> None:
+    """A restarted server whose port is in use is restarted until the port is free; the other servers keep running."""
+    started = start_server(*NUMBERS, "--servers", "2")
+    first, second = urls(started)
+    killed = process_at(started, second)
+    supervisor = psutil.Process(started.pid)
+    supervisor.suspend()
+    killed.kill()
+    eventually(lambda: not responds(second))
+    with socket.create_server(("127.0.0.1", int(second.rpartition(":")[2]))):
+        supervisor.resume()
+        started.await_line(r"server 1 \(pid \d+\) exited with code 2; restarting it in")
+        assert responds(first)
+    eventually(lambda: responds(second))
+    assert started.end() == 0
+
+
 def test_a_drained_server_is_not_restarted(start_server: StartServer) -> None:
     """A drained server is not restarted, and the supervisor exits with the last server."""
     started = start_server(*NUMBERS, "--servers", "2")

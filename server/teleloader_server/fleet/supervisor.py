@@ -28,7 +28,7 @@ from teleloader_server.workers.worker import end_with_parent
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
-"""Exit code of a server with an invalid configuration, which is not restarted."""
+"""Exit code of a server with an invalid configuration, which is restarted only if it has listened before."""
 STABLE_S: Final = 10.0
 """Seconds after which the exit of a server counts as its first failure again."""
 KILL_MARGIN_S: Final = 10.0
@@ -93,8 +93,9 @@ class ServerSupervisor:
     def run(self) -> int:
         """Run the servers until all have exited, and return the exit code.
 
-        A server that exits with code 0 was drained, and is not restarted. If a server exits with code 2, all servers
-        are stopped. SIGTERM and SIGINT are forwarded to the servers. The exit code is 1 if a server had to be killed.
+        A server that exits with code 0 was drained, and is not restarted. If a server exits with code 2 before it has
+        listened, all servers are stopped. SIGTERM and SIGINT are forwarded to the servers. The exit code is 1 if a
+        server had to be killed.
         """
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
@@ -211,7 +212,7 @@ class ServerSupervisor:
             self._failed(child, exit_reason(status))
         elif self._kill_at is not None:
             self._code = self._code or (EXIT_USAGE if code == EXIT_USAGE else 0)
-        elif code == EXIT_USAGE:
+        elif code == EXIT_USAGE and self._servers.index(child) in self._not_listening:
             self._code = EXIT_USAGE
             self._stop()
         elif code == 0:
