@@ -25,6 +25,8 @@ from tests.end_to_end.terminal import SERVER, piped, terminal
 from tests.raw import Raw
 
 HOSTED = "tests.end_to_end.hosted:"
+UNBUILT = (f"{HOSTED}missing", "--num-workers", "2")
+"""Arguments whose dataset cannot be constructed, for errors that are reported before the construction."""
 NUMBERS = (f"{HOSTED}numbers", "--num-workers", "2")
 
 
@@ -263,7 +265,8 @@ def test_a_stopped_server_does_not_keep_the_others_from_ending(start_server: Sta
         ((f"{HOSTED}missing", "--num-workers", "2"), "missing"),
         ((f"{HOSTED}numbers", "--num-workers", "1"), "cannot divide 1 workers among 2 servers"),
         ((*NUMBERS, "--host", "0.0.0.0"), "cannot listen on 0.0.0.0 without tokens"),
-        ((*NUMBERS, "--insecure", "--host", "0.0.0.0", "--announce", "file:///tmp/x"), "cannot announce this server"),
+        ((*UNBUILT, "--insecure", "--host", "0.0.0.0", "--announce", "file:///tmp/x"), "cannot announce this server"),
+        ((*UNBUILT, "--advertise-url", "http://localhost:65535"), "cannot advertise port 65536"),
     ],
 )
 def test_an_invalid_configuration_ends_all_servers(arguments: tuple[str, ...], error: str) -> None:

@@ -34,10 +34,20 @@ class Listener(NamedTuple):
     """Ports of all servers under the same supervisor; None for a single server."""
 
     def at_port(self, index: int, ports: tuple[int, ...]) -> Listener:
-        """Return the settings of one of several servers."""
+        """Return the settings of one of several servers.
+
+        Raises:
+            ConfigError: If its advertised URL would have an invalid port.
+        """
         fleet = self.fleet
         if fleet.advertise_url is not None:
-            fleet = fleet._replace(advertise_url=at_port(fleet.advertise_url, port_of(fleet.advertise_url) + index))
+            port = port_of(fleet.advertise_url) + index
+            if port > MAX_PORT:
+                raise ConfigError(
+                    f"cannot advertise port {port} of server {index}: the last port is {MAX_PORT}. Choose another "
+                    "--advertise-url"
+                )
+            fleet = fleet._replace(advertise_url=at_port(fleet.advertise_url, port))
         return self._replace(port=ports[index], ports=ports, fleet=fleet)
 
     def bind(self) -> socket.socket:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from teleloader_server.cli import banner
+from teleloader_server.cli.fleet import advertised_url
 from teleloader_server.cli.listener import Listener, bind_consecutive
 from teleloader_server.fleet.supervisor import ServerSupervisor
 from teleloader_server.limits import Limits
@@ -45,6 +46,8 @@ def run_several(
         listener.check_protection(bound[0])
         ports = tuple(each.getsockname()[1] for each in bound)
         url = url_of(bound[0], "http" if listener.tls is None else "https")
+        listeners = [listener.at_port(number, ports) for number in range(count)]
+        advertised_url(listener.fleet, url, bound[0].getsockname()[0])
         banner.log_start(forkserver.configs)
         infos = forkserver.build()
         if infos is None:
@@ -53,7 +56,7 @@ def run_several(
 
         def serve(number: int, listens: Callable[[], object]) -> int:
             set_server(number)
-            return run(divided[number], listener.at_port(number, ports), listens)
+            return run(divided[number], listeners[number], listens)
 
         def show_banner() -> None:
             servers = f"{count} on ports {ports[0]} to {ports[-1]}; clients find all of them at this URL"
