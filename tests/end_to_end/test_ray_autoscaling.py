@@ -248,7 +248,7 @@ class Simulated:
         eventually(lambda: not self._autoscaler._draining)
         return self.states
 
-    def _start(self, fleet: str, count: int, used: Any, avoid: Any) -> list[int]:
+    def _start(self, fleet: str, count: int, used: Any, avoid: Any = ()) -> list[int]:
         started = [number for number in range(9) if number not in used][: max(0, count)]
         self.states.update(dict.fromkeys(started, "pending"))
         self.avoid += [avoid] * bool(started)
@@ -294,3 +294,37 @@ def test_a_server_that_ray_cannot_place_is_started_anew(monkeypatch: pytest.Monk
     assert fleet.look(301) == {0: "ready", 1: "pending", 3: "pending"}
     assert fleet.avoid == [{"a"}, set()]
     assert fleet.look(900) == {0: "ready", 1: "pending", 3: "pending"}
+
+
+def test_failed_and_stopped_servers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not compute batches. A failed server is replaced after a delay, because its successor may fail too."""
+    need_framework("ray")
+    from teleloader_server.fleet.scaler import Report
+
+    fleet = Simulated(monkeypatch)
+    fleet.states |= {0: "ready", 1: "failed", 2: "stopped"}
+    fleet.reports[0] = Report("a", 2, 5.0, 0.0, 2.0, 2.0, saturated=False)
+    assert fleet.look(0) == {0: "ready", 1: "failed", 2: "stopped", 3: "pending"}
+    assert fleet.look(59) == {0: "ready", 1: "failed", 2: "stopped", 3: "pending"}
+    assert fleet.look(60) == {0: "ready", 2: "stopped", 3: "pending", 4: "pending"}
+    fleet.states[3] = "failed"
+    fleet.reports[0] = fleet.reports[0]._replace(demand=3.0)
+    fleet.look(65)
+    assert fleet.look(120) == {0: "ready", 2: "stopped", 4: "pending"}
+
+
+def test_scale_removes_servers_that_are_not_ready_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed and stopped servers are replaced."""
+    need_framework("ray")
+    from teleloader_server.ray import control
+    from teleloader_server.ray.fleet import Fleet
+
+    fleet = Simulated(monkeypatch)
+    monkeypatch.setattr(control, "registry", lambda name: None)
+    monkeypatch.setattr(Fleet, "_stop_autoscaler", lambda self: None)
+    fleet.states |= {0: "failed", 1: "pending", 2: "ready", 3: "starting", 4: "draining"}
+    Fleet("simulated").scale(1)
+    assert fleet.states == {2: "ready", 4: "draining"}
+    fleet.states |= {5: "stopped"}
+    Fleet("simulated").scale(2)
+    assert fleet.states == {0: "pending", 2: "ready", 4: "draining"}

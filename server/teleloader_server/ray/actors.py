@@ -44,8 +44,9 @@ class _ServerActor:
         return self._process.status
 
     def drain(self) -> None:
-        """Complete pending requests, and stop the server; the caller ends the actor."""
+        """Complete pending requests, stop the server, and end this actor, also if the caller has exited."""
         self._process.stop()
+        ray.actor.exit_actor()
 
 
 class Registry(_ServerActor):

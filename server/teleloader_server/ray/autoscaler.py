@@ -20,6 +20,9 @@ RECONCILE_INTERVAL_S: Final = 5.0
 PLACEMENT_S: Final = 300.0
 """Seconds after which a server that Ray cannot place is replaced: other nodes may be saturated by then."""
 
+FAILED_S: Final = 60.0
+"""Seconds after which a failed server is replaced: the cause may be its node, for example a missing mount."""
+
 logger = logging.getLogger("teleloader_server")
 
 
@@ -41,6 +44,8 @@ class Autoscaler:
         self._draining: set[int] = set()
         self._placed: dict[int, float] = {}
         """Times at which servers were started that must not run on certain nodes, until Ray has placed them."""
+        self._failed_at: dict[int, float] = {}
+        """Times since which servers are failed."""
         self._ready_at: dict[int, float] = {}
         """Times at which servers were last ready."""
         threading.Thread(target=self._run, name="teleloader-autoscaler", daemon=True).start()
@@ -61,8 +66,8 @@ class Autoscaler:
         """Start and drain servers as the scaler decides."""
         present = control.servers(self._fleet)
         statuses = dict(zip(present, control.statuses(list(present.values())), strict=True))
-        draining = {number for number, status in statuses.items() if status.state == "draining"} | self._draining
-        active = {number: actor for number, actor in present.items() if number not in draining}
+        leaving = {number for number, status in statuses.items() if status.state in {"draining", "stopped"}}
+        active = {number: actor for number, actor in present.items() if number not in leaving | self._draining}
         statuses = {number: statuses[number] for number in active}
         ready = {number: active[number] for number, status in statuses.items() if status.state == "ready"}
         if self._scaler is None:
@@ -70,8 +75,10 @@ class Autoscaler:
         silent = self._silent(statuses, now)
         decision = self._scaler.decide(_reports(ready) | {str(number): None for number in silent}, now)
         surplus = max(0, len(active) - decision.servers)
-        waiting = sorted((number for number in active if number not in ready and number not in silent), reverse=True)
-        ended = {*self._misplaced(statuses, now), *waiting[:surplus], *map(int, decision.drain)}
+        failed = self._failed(statuses, now)
+        waiting = [number for number in active if number not in ready and number not in silent]
+        waiting.sort(key=lambda number: (number in self._failed_at, number), reverse=True)
+        ended = {*failed, *self._misplaced(statuses, now), *waiting[:surplus], *map(int, decision.drain)}
         self._drain({number: active[number] for number in ended})
         missing = decision.servers - len(active.keys() - ended)
         for number in control.start(self._fleet, missing, present, decision.avoid):
@@ -85,6 +92,12 @@ class Autoscaler:
         self._ready_at = {number: since for number, since in self._ready_at.items() if number in statuses} | ready_at
         pending = {number for number, status in statuses.items() if status.state == "pending"}
         return {number for number, since in self._ready_at.items() if number in pending and now - since < PLACEMENT_S}
+
+    def _failed(self, statuses: Mapping[int, ServerStatus], now: float) -> Iterable[int]:
+        """Return the failed servers to replace. The delay limits the rate if the cause persists."""
+        failed = {number for number, status in statuses.items() if status.state == "failed"}
+        self._failed_at = {number: self._failed_at.get(number, now) for number in failed}
+        return [number for number, since in self._failed_at.items() if now - since >= FAILED_S]
 
     def _misplaced(self, statuses: Mapping[int, ServerStatus], now: float) -> Iterable[int]:
         """Return the servers that Ray has not placed because of nodes that were saturated when they were started."""

@@ -84,8 +84,9 @@ class Fleet:
         return FleetStatus(registry, dict(zip(found, servers, strict=True)), self._limits())
 
     def scale(self, servers: int | tuple[int, int], downscale_delay: float = WINDOW_S) -> None:
-        """Change the number of servers; surplus servers with the highest numbers are drained.
+        """Change the number of servers; surplus servers are drained.
 
+        Servers that are not ready are removed first, then those with the highest numbers. Failed servers are replaced.
         Servers that Ray cannot place yet are started as soon as a node has room.
 
         Args:
@@ -103,8 +104,11 @@ class Fleet:
         self._stop_autoscaler()
         found = control.servers(self.name)
         statuses = control.statuses(list(found.values()))
-        active = [actor for actor, status in zip(found.values(), statuses, strict=True) if status.state != "draining"]
-        control.stop(active[maximum:])
+        states = {number: status.state for number, status in zip(found, statuses, strict=True)}
+        ended = [number for number, state in states.items() if state in {"failed", "stopped"}]
+        active = [number for number in states if number not in ended and states[number] != "draining"]
+        active.sort(key=lambda number: (states[number] != "ready", number))
+        control.stop([found[number] for number in (*ended, *active[maximum:])])
         control.start(self.name, minimum - len(active), found)
         if isinstance(servers, tuple):
             options = {"num_cpus": 0, "resources": HEAD}
