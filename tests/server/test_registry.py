@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from teleloader.api.control import MAX_JSON_BYTES
 from teleloader_server.fleet.registry import (
+    MAX_GAP_S,
     MAX_PENDING,
     MAX_PENDING_PER_TOKEN,
     MAX_SERVERS_PER_TOKEN,
+    MAX_STARTUP_S,
     STARTUP_DELAY_S,
     TTL_S,
     Registry,
@@ -24,11 +27,29 @@ from tests.conftest import examples
 A, B = Entry("http://a", "1"), Entry("http://b", "2")
 LATER = TTL_S
 """A time at which the registry lists servers."""
+STEP_S = 0.5
+"""Interval of the calls of clients."""
+
+
+def wait(registry: Registry, since: float, until: float, *entries: Entry) -> None:
+    """Let clients call the registry, and these servers send heartbeats."""
+    for step in range(1, int((until - since) / STEP_S) + 1):
+        registry.servers(since + step * STEP_S)
+        for entry in entries:
+            registry.announce(entry, "token", since + step * STEP_S)
+
+
+def running() -> Registry:
+    """Return a registry that has published a list."""
+    registry = Registry(0.0)
+    wait(registry, 0.0, LATER)
+    return registry
 
 
 def listing(*entries: Entry, now: float = LATER) -> Registry:
     """Return a registry that lists these servers."""
     registry = Registry(0.0)
+    wait(registry, 0.0, now)
     for entry in entries:
         assert registry.announce(entry, "token", now) == "verify"
         registry.verified(entry, now)
@@ -37,7 +58,7 @@ def listing(*entries: Entry, now: float = LATER) -> Registry:
 
 def test_a_server_is_listed_when_it_is_verified() -> None:
     """A server is listed after its verification, and a second announcement meanwhile starts no second one."""
-    registry = Registry(0.0)
+    registry = running()
     assert registry.announce(A, "token", LATER) == "verify"
     assert registry.announce(A, "token", LATER) == "pending"
     assert registry.servers(LATER) == ()
@@ -48,7 +69,7 @@ def test_a_server_is_listed_when_it_is_verified() -> None:
 
 def test_a_refuted_announcement_is_dropped() -> None:
     """A refuted announcement is dropped, and a later announcement is verified again."""
-    registry = Registry(0.0)
+    registry = running()
     registry.announce(A, "token", LATER)
     registry.refuted(A)
     registry.verified(A, LATER)
@@ -57,31 +78,63 @@ def test_a_refuted_announcement_is_dropped() -> None:
 
 
 def test_no_server_is_listed_after_the_start() -> None:
-    """A new registry lists no server until all servers of the fleet had time to announce themselves."""
-    registry = listing(A, now=0.1)
-    assert registry.servers(0.9 * STARTUP_DELAY_S) == ()
-    assert registry.servers(STARTUP_DELAY_S) == (A,)
+    """A new registry lists no server until no further server has joined for a while, but it delays no later ones."""
+    registry = listing(A, now=0.5)
+    assert registry.servers(STARTUP_DELAY_S) == ()
+    assert registry.servers(0.49 + STARTUP_DELAY_S) == ()
+    assert registry.servers(0.5 + STARTUP_DELAY_S) == (A,)
+    registry.announce(B, "token", TTL_S)
+    registry.verified(B, TTL_S)
+    assert registry.servers(TTL_S) == (A, B)
+
+
+def test_no_server_is_listed_while_servers_are_refused() -> None:
+    """The list is incomplete while servers are refused for lack of room, but it is published after a limit."""
+    registry, now = listing(A, now=0.0), 0.0
+    others = [Entry(f"http://a:{number}", "1") for number in range(MAX_PENDING_PER_TOKEN + 1)]
+    while now < MAX_STARTUP_S:
+        assert registry.servers(now) == ()
+        registry.announce(A, "token", now)
+        assert [registry.announce(other, "token", now) for other in others][-1] == "full"
+        now += STEP_S
+    assert registry.servers(now) == (A,)
 
 
 def test_no_server_is_listed_while_the_first_announcements_are_verified() -> None:
     """A new registry lists no part of the fleet, but a URL without a response delays the list only for `TTL_S`."""
-    registry = listing(A, now=0.9 * STARTUP_DELAY_S)
-    registry.announce(B, "token", 0.9 * STARTUP_DELAY_S)
-    assert registry.servers(STARTUP_DELAY_S) == ()
+    registry = listing(A, now=0.5)
+    registry.announce(B, "token", 0.5)
+    assert registry.servers(0.5 + STARTUP_DELAY_S) == ()
     registry.refuted(B)
-    assert registry.servers(STARTUP_DELAY_S) == (A,)
-    for now in (1.5 * TTL_S, TTL_S):
-        registry = listing(A, now=0.9 * TTL_S)
-        registry.announce(B, "token", 0.9 * TTL_S)
-        assert registry.servers(now) == (A,)
+    assert registry.servers(0.5 + STARTUP_DELAY_S) == (A,)
+    registry = listing(A, now=0.5)
+    wait(registry, 0.5, 2.5, A)
+    registry.announce(B, "token", 2.5)
+    assert registry.servers(2.5) == ()
+    assert registry.servers(TTL_S) == (A,)
 
 
 def test_a_server_without_heartbeats_is_dropped() -> None:
     """A server without heartbeats is dropped, and the other servers stay listed."""
     registry = listing(A, B)
-    registry.announce(B, "token", LATER + TTL_S)
+    wait(registry, LATER, LATER + TTL_S, B)
     assert registry.servers(LATER + TTL_S) == (A, B)
     assert registry.servers(LATER + 1.1 * TTL_S) == (B,)
+
+
+@pytest.mark.parametrize("gap", [1.1 * MAX_GAP_S, 1.1 * TTL_S, 1000.0])
+def test_a_pause_of_the_registry_hides_no_part_of_the_servers(gap: float) -> None:
+    """After a pause, for example of the virtual machine, the list is empty until all servers have joined again."""
+    registry = listing(A, B)
+    wait(registry, LATER, 2 * LATER, A, B)
+    now = 2 * LATER + gap
+    for entry, delay in ((A, 0.0), (B, 0.6)):
+        assert registry.servers(now + delay) == ()
+        if registry.announce(entry, "token", now + delay) == "verify":
+            registry.verified(entry, now + delay)
+        assert registry.servers(now + delay) == ()
+    wait(registry, now, now + 1.5, A, B)
+    assert set(registry.servers(now + 0.6 + STARTUP_DELAY_S)) == {A, B}
 
 
 def test_a_restarted_server_replaces_its_former_process_when_it_is_verified() -> None:
@@ -97,7 +150,7 @@ def test_a_restarted_server_replaces_its_former_process_when_it_is_verified() ->
 
 def test_a_late_verification_does_not_list_another_process() -> None:
     """A verification that ends after the withdrawal does not list the restarted server."""
-    registry, restarted = Registry(0.0), A._replace(instance="3")
+    registry, restarted = running(), A._replace(instance="3")
     registry.announce(A, "token", LATER)
     assert registry.withdraw(A.instance, "token")
     registry.announce(restarted, "token", LATER)
@@ -120,7 +173,7 @@ def test_only_the_same_token_withdraws() -> None:
 
 def test_a_false_announcement_does_not_delay_the_server() -> None:
     """A refuted announcement of a URL by another process does not affect the server at this URL."""
-    registry, false = Registry(0.0), A._replace(instance="3")
+    registry, false = running(), A._replace(instance="3")
     assert registry.announce(false, "other", LATER) == "verify"
     assert registry.announce(A, "token", LATER) == "verify"
     registry.verified(A, LATER)
@@ -146,7 +199,7 @@ def test_a_withdrawn_server_is_not_listed() -> None:
 
 def test_servers_and_verifications_are_limited() -> None:
     """At the limits, new announcements are refused, and heartbeats of listed servers are accepted."""
-    registry = Registry(0.0)
+    registry = running()
     entries = [Entry(f"http://a:{port}", "1") for port in range(1, MAX_SERVERS + 2)]
     for number, entry in enumerate(entries[:MAX_PENDING]):
         assert registry.announce(entry, f"token {number // MAX_PENDING_PER_TOKEN}", LATER) == "verify"
@@ -165,7 +218,7 @@ def test_servers_and_verifications_are_limited() -> None:
 
 def test_one_token_does_not_fill_the_list() -> None:
     """A token at its limit can renew and restart its servers, and a change of the token does not evade the limit."""
-    registry = Registry(0.0)
+    registry = running()
     entries = [Entry(f"http://a:{port}", "1") for port in range(1, MAX_SERVERS_PER_TOKEN + 2)]
     *mine, further = entries
     for entry in mine[:-1]:
@@ -203,6 +256,7 @@ class Announcements(RuleBasedStateMachine):
         super().__init__()
         self.registry = Registry(0.0)
         self.now = 0.0
+        self.paused_until = 0.0
         self.heartbeats: dict[Entry, float] = {}
         self.verified_entries: set[Entry] = set()
 
@@ -212,7 +266,7 @@ class Announcements(RuleBasedStateMachine):
         outcome = self.registry.announce(entry, owner, self.now)
         self.heartbeats[entry] = self.now
         if outcome == "listed":
-            assert entry in self.registry.servers(max(self.now, STARTUP_DELAY_S)) or self.now < STARTUP_DELAY_S
+            assert entry in self.registry.servers(self.now) or self.now - self.paused_until < MAX_STARTUP_S
 
     @rule(entry=entries)
     def verify(self, entry: Entry) -> None:
@@ -240,6 +294,8 @@ class Announcements(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         """Time passes."""
         self.now += seconds
+        if seconds > MAX_GAP_S:
+            self.paused_until = self.now
 
     @invariant()
     def lists_verified_servers_with_heartbeats(self) -> None:
@@ -249,7 +305,7 @@ class Announcements(RuleBasedStateMachine):
         for entry in listed:
             assert entry in self.verified_entries
             assert self.now - self.heartbeats[entry] <= TTL_S
-            assert self.now >= STARTUP_DELAY_S
+            assert self.now - self.paused_until >= STARTUP_DELAY_S
 
 
 TestAnnouncements = Announcements.TestCase

@@ -2,7 +2,8 @@
 
 A server announces itself every half second. The registry lists the server after the announced process has responded to
 a request to its URL, until the server withdraws or its heartbeats end. Only the process that responds at a URL
-can therefore list the URL. The registry needs no file: after a restart it knows all servers again within a second.
+can therefore list the URL. The registry needs no file: after a restart or a pause it publishes an empty list, which
+changes nothing for clients, until it knows all servers again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from teleloader_shared.directory import MAX_SERVERS, Entry
 
 TTL_S: Final = 3.0
 """Seconds after its last heartbeat for which a server is listed."""
+MAX_GAP_S: Final = 1.5
+"""Seconds without a call after which the registry starts anew: the process was paused, and heartbeats were not read. It
+is less than `TTL_S` by more than the interval of heartbeats, so that servers do not expire after a shorter pause."""
 STARTUP_DELAY_S: Final = 1.0
-"""Seconds after the start for which no server is listed, so that clients do not see a part of the fleet only."""
+"""Seconds after the start, and after the last server that joined or was refused since, for which no server is listed,
+so that clients do not see a part of the fleet only."""
+MAX_STARTUP_S: Final = 10.0
+"""Seconds after the start from which the list is published, although servers join or are refused."""
 MAX_SERVERS_PER_TOKEN: Final = 1024
 """Servers that are announced with one token, so that no token fills the list."""
 MAX_PENDING: Final = 128
@@ -55,7 +62,8 @@ class Registry:
     """
 
     def __init__(self, now: float) -> None:
-        self._started = now
+        self._started = self._called = now
+        self._published_at = now + STARTUP_DELAY_S
         self._listed: OrderedDict[str, _Announced] = OrderedDict()
         """By URL, the oldest heartbeat first."""
         self._pending: OrderedDict[Entry, _Announced] = OrderedDict()
@@ -74,7 +82,13 @@ class Registry:
             The outcome. After ``"verify"``, the caller must check that the process at the URL is this instance, and
             call `verified` or `refuted`.
         """
-        self._expire(now)
+        self._advance(now)
+        outcome = self._record(entry, owner, now)
+        if outcome == "full":
+            self._delay_list(now)
+        return outcome
+
+    def _record(self, entry: Entry, owner: str, now: float) -> Outcome:
         listed = self._listed.get(entry.url)
         if listed is None or listed.owner != owner:
             of_owner = {known.entry.url for servers in self._all for known in servers.values() if known.owner == owner}
@@ -104,6 +118,7 @@ class Registry:
         announced.heartbeat = now
         self._listed[entry.url] = announced
         self._listed.move_to_end(entry.url)
+        self._delay_list(now)
         return True
 
     def refuted(self, entry: Entry) -> None:
@@ -123,15 +138,25 @@ class Registry:
     def servers(self, now: float) -> tuple[Entry, ...]:
         """Return the listed servers.
 
-        None during the first `STARTUP_DELAY_S`, and none for up to `TTL_S` while the first announcements are verified.
+        None after the start or a pause until no server has joined or been refused for `STARTUP_DELAY_S`, at most for
+        `MAX_STARTUP_S`, and none for up to `TTL_S` while the first announcements are verified.
         """
-        self._expire(now)
-        age = now - self._started
-        if age < STARTUP_DELAY_S or (self._pending and age < TTL_S):
+        self._advance(now)
+        if now < self._published_at or (self._pending and now - self._started < TTL_S):
             return ()
         return tuple(announced.entry for announced in self._listed.values())
 
-    def _expire(self, now: float) -> None:
+    def _delay_list(self, now: float) -> None:
+        """Record that further servers probably join, if the list is not published yet."""
+        if now < self._published_at:
+            self._published_at = min(now + STARTUP_DELAY_S, self._started + MAX_STARTUP_S)
+
+    def _advance(self, now: float) -> None:
+        """Start anew after a pause, and remove servers without heartbeats."""
+        if now - self._called > MAX_GAP_S:
+            self._started = now
+            self._published_at = now + STARTUP_DELAY_S
+        self._called = now
         for servers in self._all:
             while servers:
                 key, oldest = next(iter(servers.items()))
