@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -135,7 +137,7 @@ def test_loopback_hosts() -> None:
 async def test_the_announced_process_is_verified() -> None:
     """The verification request contains no token, and names the announced host."""
     async with peer(name="localhost") as server:
-        await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context)
+        await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context, "token")
         assert server.requests[0].startswith(b"GET /healthz HTTP/1.1\r\n")
         assert f"Host: {server.url[7:]}\r\n".encode() in server.requests[0]
         assert b"authorization" not in server.requests[0].lower()
@@ -160,7 +162,7 @@ async def test_another_process_is_refuted(sent: bytes) -> None:
     """A process that is not the announced one is refuted, whatever it sends."""
     async with peer(sent) as server:
         with pytest.raises(Unverified, match=f"cannot verify {server.url}: ") as refuted:
-            await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context)
+            await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context, "token")
     assert "SSH" not in str(refuted.value), "the announcer does not learn what another service sends"
 
 
@@ -176,7 +178,7 @@ async def test_unusual_hosts_are_refuted(host: str) -> None:
     except ValueError:
         return
     with pytest.raises(Unverified):
-        await verify(Entry(url, instance_of(KEY)), "10.0.0.7", ClientTls().context)
+        await verify(Entry(url, instance_of(KEY)), "10.0.0.7", ClientTls().context, "token")
 
 
 async def test_redirects_are_not_followed() -> None:
@@ -185,7 +187,7 @@ async def test_redirects_are_not_followed() -> None:
         location = f"Location: {target.url}/healthz\r\n".encode()
         async with peer(response(b"", "302 Found", location)) as server:
             with pytest.raises(Unverified):
-                await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context)
+                await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context, "token")
         assert target.requests == []
 
 
@@ -205,7 +207,7 @@ async def test_a_verification_has_a_timeout(monkeypatch: pytest.MonkeyPatch) -> 
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         began = time.monotonic()
         with pytest.raises(Unverified, match=r"no response within 0\.3 s"):
-            await verify(Entry(url, instance_of(KEY)), "127.0.0.1", ClientTls().context)
+            await verify(Entry(url, instance_of(KEY)), "127.0.0.1", ClientTls().context, "token")
         assert time.monotonic() - began < 3
         server.close()
 
@@ -215,7 +217,7 @@ async def test_a_remote_announcer_cannot_make_the_registry_connect_to_itself(nam
     """A remote announcement of a loopback address or name opens no connection."""
     async with peer(name=name) as server:
         with pytest.raises(Unverified, match=r"a server at 10\.0\.0\.7 must not announce (127\.0\.0\.1|::1)"):
-            await verify(Entry(server.url, instance_of(KEY)), "10.0.0.7", ClientTls().context)
+            await verify(Entry(server.url, instance_of(KEY)), "10.0.0.7", ClientTls().context, "token")
         assert server.requests == []
 
 
@@ -225,13 +227,43 @@ async def test_the_checked_ip_address_is_the_one_that_is_used(monkeypatch: pytes
 
     async with peer(name="rebind.example") as server:
 
-        async def resolve(host: object, port: int, **_: Any) -> list[Any]:
+        def resolve(host: object, port: object, **_: Any) -> list[Any]:
             lookups.append(host)
-            return [(2, 1, 6, "", ("127.0.0.1", port))]
+            return [(2, 1, 6, "", ("127.0.0.1", 0))]
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
-        await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context)
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context, "token")
     assert lookups == ["rebind.example"]
+
+
+async def test_slow_lookups_delay_no_server_of_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups that outlast their verifications are limited per token, and a host has one lookup at a time."""
+    monkeypatch.setattr(verification, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(verification, "MAX_LOOKUPS_PER_TOKEN", 2)
+    original, responded, lookups = socket.getaddrinfo, threading.Event(), list[str]()
+
+    def resolve(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        lookups.append(host)
+        if host.startswith("slow"):
+            responded.wait()
+            raise socket.gaierror(socket.EAI_AGAIN, "no response")
+        return original(host, *arguments, **options)
+
+    async def refute(host: str) -> None:
+        with pytest.raises(Unverified, match=r"no response within 0\.5 s"):
+            await verify(Entry(f"http://{host}:8000", instance_of(KEY)), "127.0.0.1", ClientTls().context, "slow")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    async with peer(name="localhost") as server, peer() as numeric:
+        try:
+            for hosts in (["slow-0", "slow-0", "slow-1", "slow-2"], ["slow-0", "slow-3"]):
+                await asyncio.gather(*map(refute, hosts))
+            await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context, "other")
+            await verify(Entry(numeric.url, instance_of(KEY)), "127.0.0.1", ClientTls().context, "slow")
+            assert sorted(lookups) == ["localhost", "slow-0", "slow-1"]
+        finally:
+            responded.set()
+        await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", ClientTls().context, "slow")
 
 
 async def test_tls_is_verified(tmp_path: Path) -> None:
@@ -246,12 +278,12 @@ async def test_tls_is_verified(tmp_path: Path) -> None:
     async def verify_as(name: str, settings: ClientTls) -> None:
         async with peer(tls=tls, name=name) as server:
 
-            async def resolve(host: str, port: int, **_: Any) -> list[Any]:
-                return [(2, 1, 6, "", ("127.0.0.1", port))]
+            def resolve(host: str, port: object, **_: Any) -> list[Any]:
+                return [(2, 1, 6, "", ("127.0.0.1", 0))]
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
-                await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", settings.context)
+                patch.setattr(socket, "getaddrinfo", resolve)
+                await verify(Entry(server.url, instance_of(KEY)), "127.0.0.1", settings.context, "token")
 
     await verify_as("server.example", ClientTls(Path(files.ca), own))
     for name, settings in (

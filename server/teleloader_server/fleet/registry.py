@@ -30,7 +30,8 @@ MAX_SERVERS_PER_TOKEN: Final = 1024
 MAX_PENDING: Final = 128
 """Servers that are verified at the same time."""
 MAX_PENDING_PER_TOKEN: Final = 64
-"""Servers of one token that are verified at the same time, so that URLs without a response delay no other server."""
+"""Servers of one token that are verified at the same time, so that URLs without a response delay no server of
+another token."""
 
 Outcome = Literal["listed", "verify", "pending", "full"]
 """Outcome of an announcement: the server is listed; the caller must verify it; a verification is pending; or a limit

@@ -54,7 +54,7 @@ def make_servers_router() -> APIRouter:
         owner, registry = caller_of(request).authorize(ANNOUNCE).name, _registry_of(request)
         outcome = registry.announce(entry, owner, time.monotonic())
         if outcome == "verify":
-            outcome = "listed" if await _is_verified(request, entry) else "full"
+            outcome = "listed" if await _is_verified(request, entry, owner) else "full"
         if outcome == "full":
             raise ServerUnavailable(
                 f"the registry cannot list {entry.url} now: the limits are {MAX_SERVERS:,} servers, of which "
@@ -72,7 +72,7 @@ def make_servers_router() -> APIRouter:
     return router
 
 
-async def _is_verified(request: Request, entry: Entry) -> bool:
+async def _is_verified(request: Request, entry: Entry, owner: str) -> bool:
     """Verify a pending announcement, and list the server; return False if the registry is full, or it was withdrawn.
 
     Raises:
@@ -81,7 +81,7 @@ async def _is_verified(request: Request, entry: Entry) -> bool:
     """
     registry = _registry_of(request)
     try:
-        await verify(entry, address_of(request), request.app.state.client_tls.context)
+        await verify(entry, address_of(request), request.app.state.client_tls.context, owner)
         caller_of(request).authorize(ANNOUNCE)
         return registry.verified(entry, time.monotonic())
     except Unverified as error:
