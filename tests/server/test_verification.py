@@ -109,7 +109,8 @@ async def urls(clients: httpx.AsyncClient) -> list[str]:
 @pytest.mark.parametrize(
     "target",
     ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::", "169.254.169.254", "fe80::1",
-     "::ffff:169.254.169.254", "224.0.0.1", "ff02::1", "255.255.255.255", "64:ff9b::7f00:1", "localhost", ""],
+     "::ffff:169.254.169.254", "224.0.0.1", "ff02::1", "255.255.255.255", "64:ff9b::7f00:1", "localhost", "",
+     "fd00:ec2::254", "100.100.100.200", "::ffff:168.63.129.16"],
 )  # fmt: skip
 def test_a_remote_announcer_cannot_reach_addresses_of_the_registrys_machine(target: str) -> None:
     """A remote announcement leads to no loopback, link-local or other special address, in any notation."""

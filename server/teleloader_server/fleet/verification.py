@@ -25,6 +25,11 @@ MAX_ADDRESSES: Final = 4
 MAX_LOOKUPS_PER_TOKEN: Final = 64
 """DNS lookups of one token that run at the same time. A lookup cannot be cancelled: without a response from the DNS
 server, it runs for longer than the verification."""
+METADATA: Final = frozenset(
+    map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254"))
+)
+"""Metadata services of Alibaba, Azure, Oracle, AWS and Google whose addresses are not link-local."""
+
 logger = logging.getLogger("teleloader_server")
 
 _lookups: dict[str, tuple[str, Future[list[str] | OSError | UnicodeError]]] = {}
@@ -56,7 +61,7 @@ def may_connect(target: str, announcer: str) -> bool:
     """Return True if the registry may connect to an IP address for an announcement.
 
     An announcement must not reach what its sender cannot reach: services on the loopback interface of the registry's
-    machine, and metadata services of clouds, which have link-local addresses.
+    machine, and metadata services of clouds, which have link-local addresses or those in `METADATA`.
 
     Args:
         target: IP address of the announced URL.
@@ -68,7 +73,8 @@ def may_connect(target: str, announcer: str) -> bool:
     if is_loopback(announcer):
         return True
     return not (
-        address.is_loopback
+        address in METADATA
+        or address.is_loopback
         or address.is_link_local
         or address.is_unspecified  # connects to the machine itself
         or address.is_multicast
