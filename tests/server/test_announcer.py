@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +203,35 @@ def test_a_file_that_is_not_a_list_is_not_changed(tmp_path: Path, content: bytes
     with pytest.raises(NotAnnounced, match="cannot change"):
         run(file_at(path), "announce")
     assert path.read_bytes() == content
+
+
+async def test_a_withdrawal_follows_an_announcement_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that stops does not wait for a slow disk, and its line is removed after the disk has responded."""
+    monkeypatch.setattr(announcer, "WITHDRAW_TIMEOUT_S", 0.1)
+    path, rename = tmp_path / "servers", Path.rename
+    writing, responded = threading.Event(), threading.Event()
+    contents: list[str] = []
+
+    def slow(source: Path, target: Path) -> None:
+        writing.set()
+        responded.wait()
+        contents.append(source.read_text())
+        rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", slow)
+    announced = Announcer([FileDirectory(path, URL)], lambda: True)
+    try:
+        await asyncio.to_thread(writing.wait)
+        await announced.withdraw()
+        assert not path.exists()
+    finally:
+        responded.set()
+    async with asyncio.timeout(10):
+        while not path.exists() or path.read_text():
+            await asyncio.sleep(0.01)
+    assert contents == [f"{URL}\n", ""]
 
 
 # -- registries

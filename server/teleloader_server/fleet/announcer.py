@@ -16,6 +16,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Protocol
@@ -180,6 +181,8 @@ class FileDirectory:
         self.name = f"file://{path}"
         self._path = path
         self._url = url
+        self._thread = ThreadPoolExecutor(1, "teleloader-announce")
+        """Applies changes in their order. A change continues when the task that waits for it is cancelled."""
 
     async def announce(self) -> None:
         """Add this server's line, if the file lacks it; then also remove lines of servers that were killed.
@@ -187,14 +190,22 @@ class FileDirectory:
         Only a server that joins removes them. Thus, the file does not grow when servers are replaced, and heartbeats
         open no connections. A running server whose line was removed adds the line again with its next heartbeat.
         """
-        before = await asyncio.to_thread(self._change, self._announced)
-        if self._url not in map(_url_in, before):
-            killed = await _refusing(before)
-            await asyncio.to_thread(self._change, lambda lines: [line for line in lines if line not in killed])
+        try:
+            before = await self._changed(self._announced)
+            if self._url not in map(_url_in, before):
+                killed = await _refusing(before)
+                await self._changed(lambda lines: [line for line in lines if line not in killed])
+        except asyncio.CancelledError:  # this server stops, and no longer waits
+            self._thread.submit(self._change, self._withdrawn)
+            raise
 
     async def withdraw(self) -> None:
         """Remove this server's line."""
-        await asyncio.to_thread(self._change, self._withdrawn)
+        await self._changed(self._withdrawn)
+
+    async def _changed(self, change: Callable[[list[str]], list[str]]) -> list[str]:
+        """Change the file in the thread, and return its former lines."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._change, change)
 
     def _announced(self, lines: list[str]) -> list[str]:
         return lines if self._url in map(_url_in, lines) else [*lines, self._url]
