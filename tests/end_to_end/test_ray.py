@@ -433,6 +433,24 @@ def test_a_server_that_drains_is_not_killed(cluster: Cluster, code: Path) -> Non
     fleet.down()
 
 
+def test_requests_to_an_actor_that_is_pending_do_not_accumulate(cluster: Cluster) -> None:
+    """Ray does not execute them when it starts the actor."""
+    import ray
+    from ray.exceptions import TaskCancelledError
+
+    from teleloader_server.ray import control
+
+    class Pending:
+        def status(self) -> None:
+            """Never run, because no node has these resources."""
+
+    actor = ray.remote(num_cpus=1000)(Pending).remote()
+    assert [status.state for status in control.statuses([actor])] == ["pending"]
+    (request,) = control.wait([actor.status.remote()])
+    with pytest.raises(TaskCancelledError):
+        ray.get(request, timeout=60)
+
+
 def test_ray_train_resumes_after_a_killed_rank(
     cluster: Cluster, fleet: Any, single: RemoteDataset, tmp_path: Path
 ) -> None:

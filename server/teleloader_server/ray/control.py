@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RuntimeEnvSetupError
+from ray.exceptions import GetTimeoutError, RayActorError, RuntimeEnvSetupError, TaskCancelledError
 from ray.util import list_named_actors
 
 from teleloader_server.ray.actors import NAMESPACE, server_name
@@ -96,9 +96,14 @@ def statuses(actors: Sequence[Any]) -> list[ServerStatus]:
 
 
 def wait(requests: list[Any]) -> list[Any]:
-    """Wait for responses of actors, but not for those that do not respond."""
+    """Wait for responses of actors, and cancel the requests of those that do not respond.
+
+    Ray would keep the requests until the actors start.
+    """
     if requests:
-        ray.wait(requests, num_returns=len(requests), timeout=RESPONSE_TIMEOUT_S)
+        _, pending = ray.wait(requests, num_returns=len(requests), timeout=RESPONSE_TIMEOUT_S)
+        for request in pending:
+            ray.cancel(request)
     return requests
 
 
@@ -107,6 +112,6 @@ def _status(request: Any) -> ServerStatus:
         status: ServerStatus = ray.get(request, timeout=0)
     except RuntimeEnvSetupError as error:
         return ServerStatus("failed", problem=str(error))
-    except (GetTimeoutError, RayActorError):
+    except (GetTimeoutError, RayActorError, TaskCancelledError):
         return ServerStatus("pending")
     return status
