@@ -142,6 +142,29 @@ def test_the_autoscaler_adds_a_server_before_all_workers_are_busy() -> None:
     assert rule["seriesQuery"].partition("{")[0] == METRIC["metric"]["name"]
 
 
+def test_training_loops_of_unknown_demand_add_no_servers(tmp_path: Path) -> None:
+    """A benchmark keeps all workers busy: it counts up to the target, and does not hide the demand of other loops."""
+    promtool = tool("promtool")
+    (rule,) = ADAPTER["rules"]["custom"]
+    metric, target = METRIC["metric"]["name"], float(METRIC["target"]["averageValue"])
+    query = rule["metricsQuery"].replace("<<.Series>>", metric).replace("<<.GroupBy>>", "pod")
+    cases = {
+        "busy": (24, 0, 24), "benchmark": (8, 8, target), "both": (9, 5, target), "most": (12, 4, 8), "idle": (1, 1, 1),
+    }  # fmt: skip
+    series = [
+        {"series": f'{name}{{pod="{pod}",namespace="default"}}', "values": f"{value}x3"}
+        for pod, (demand, unmeasured, _) in cases.items()
+        for name, value in {metric: demand, f"{metric}_unmeasured": unmeasured}.items()
+    ]
+    expected = [{"labels": f'{{pod="{pod}"}}', "value": value} for pod, (_, _, value) in cases.items()]
+    query = query.replace("<<.LabelMatchers>>", 'namespace="default"')
+    tests = [
+        {"input_series": series, "promql_expr_test": [{"expr": query, "eval_time": "1m", "exp_samples": expected}]}
+    ]
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"tests": tests}))
+    check(promtool, "test", "rules", tmp_path / "test.yml")
+
+
 def test_no_token_is_sent_in_clear() -> None:
     """The server, its probes, the clients and Prometheus use TLS."""
     assert {"--ssl-certfile", "--ssl-keyfile"} <= arguments().keys()
