@@ -19,7 +19,7 @@ NAMESPACE: Final = "teleloader"
 MAX_CALLS: Final = 4
 """Concurrent calls of an actor, so that it reports its status while it drains the server."""
 HEAD: Final = {"node:__internal_head__": 0.001}
-"""Ray's resource of the head node, whose IP address does not change while the cluster runs."""
+"""Ray's resource of the head node. If its IP address changes, running servers announce themselves to the former one."""
 NODE_ID: Final = "ray.io/node-id"
 """Ray's label of each node."""
 STATS_TIMEOUT_S: Final = 3.0
