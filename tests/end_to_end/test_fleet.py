@@ -127,10 +127,12 @@ def test_announcing_requires_the_scope(
     registry = start_server(*SMALL, "--tokens", table.write())
     options = {"headers": {"Authorization": f"Bearer {reader}"}}
     file = tmp_path / "announce"
-    file.write_text(reader)
+    file.write_text("a-token-of-24-characters")
     server = start_server(
         *SMALL, "--announce", at(registry), "--announce-token-file", str(file), "--log-level", "debug"
     )
+    server.await_line("cannot announce this server, retrying: .* 401: .* in --announce-token-file")
+    file.write_text(reader)
     server.await_line(
         "cannot announce this server, retrying: .* 403: insufficient scope: the request requires 'announce', and token "
         "'reader' has only: read"

@@ -51,6 +51,7 @@ from teleloader_server.limits import (
 from teleloader_server.web.app import Server, url_of
 from teleloader_server.web.guard_manager import raise_file_limit
 from teleloader_server.workers.factory import ConfiguredPools
+from teleloader_server.workers.procfs import shortage
 from teleloader_server.workers.shared import SharedForkServer
 from teleloader_shared.directory import MAX_PER_MACHINE, DirectoryAddress
 from teleloader_shared.version import VERSION
@@ -378,6 +379,9 @@ def server(
     except ConfigError as error:
         logger.error("%s", error)
         sys.exit(EXIT_USAGE)
+    except OSError as error:
+        logger.error("cannot start the servers: %s", shortage(error))
+        sys.exit(EXIT_FAILED)
 
 
 @click.command(context_settings=_CONTEXT)

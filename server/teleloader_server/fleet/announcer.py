@@ -137,6 +137,8 @@ class RegistryDirectory:
         if not response.is_success:
             await self._close()  # the next attempt reads the token and the certificates again
             detail = sentence(str(problem.get("detail", "")))
+            if response.status_code == httpx.codes.UNAUTHORIZED:  # its advice is for clients
+                detail = "the token is missing or unknown. Pass one with the scope announce in --announce-token-file"
             raise NotAnnounced(
                 f"{self.name} responded with status {response.status_code}: {detail}",
                 is_refused=response.is_client_error,

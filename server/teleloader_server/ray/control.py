@@ -31,8 +31,10 @@ def registry(fleet: str) -> Any:
     try:
         return ray.get_actor(fleet, namespace=NAMESPACE)
     except ValueError:
+        fleets = ", ".join(sorted(name for name in _actor_names() if "/" not in name)) or "none"
         raise LookupError(
-            f"this Ray cluster has no fleet {fleet!r}: start it with teleloader_server.ray.up()"
+            f"this Ray cluster has no fleet {fleet!r} (its fleets: {fleets}). Start it with teleloader-server ray up "
+            f"--name {fleet}"
         ) from None
 
 
@@ -56,7 +58,7 @@ def call_registry(fleet: str, method: str, *arguments: Any) -> Any:
 def servers(fleet: str) -> dict[int, Any]:
     """Return the actors of a fleet's servers by number, also those that Ray has not placed yet."""
     prefix = server_name(fleet, 0)[:-1]
-    names = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    names = _actor_names()
     numbers = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     actors = {}
     for number in sorted(int(number) for number in numbers if number.isdigit()):
@@ -115,3 +117,8 @@ def _status(request: Any) -> ServerStatus:
     except (GetTimeoutError, RayActorError, TaskCancelledError):
         return ServerStatus("pending")
     return status
+
+
+def _actor_names() -> list[str]:
+    """Return the names of the actors of all fleets; those of servers and autoscalers contain a slash."""
+    return [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
