@@ -259,6 +259,17 @@ def test_stats_shows_a_limited_number_of_consumers_and_their_total(
     assert "trainer-3" not in out
 
 
+def test_the_number_of_consumers_of_several_servers_is_limited_in_total() -> None:
+    """`--limit` is not multiplied by the number of servers."""
+    servers = [MadeUpServer(), MadeUpServer()]
+    for name, server in zip("ab", servers, strict=True):
+        consumers = [dataclasses.replace(CONSUMER, consumer=f"{name}-{number}") for number in range(3)]
+        server.stats = dataclasses.replace(made_up(), consumers=consumers)
+    with serving(servers[0]), serving(servers[1]):
+        found = json.loads(tool("stats", ",".join(server.url for server in servers), "--limit", "2", "--json").out)
+    assert len(found["total"]["consumers"]) == 2
+
+
 def test_a_pipe_gets_no_escapes_and_no_cut_lines(figures: tuple[MadeUpServer, str]) -> None:
     """Output to a pipe has no escape sequences and no truncated lines, whatever the consumers' names."""
     server, url = figures

@@ -112,11 +112,11 @@ def stats(url: str | list[str], watch: bool, interval: float, limit: int, as_jso
     Rates and fractions cover the last 10 seconds. A consumer is one iterator of a DataLoader; it "waits" while its
     training loop needs the next batch and the batch has not arrived.
     """
-    source = statistics.Source(url, trust_directory=trust_directory)
+    source = statistics.Source(url, limit, trust_directory=trust_directory)
     if watch:
-        statistics.watch(source, limit, interval, as_json=as_json)
+        statistics.watch(source, interval, as_json=as_json)
     else:
-        statistics.once(source, limit, as_json=as_json)
+        statistics.once(source, as_json=as_json)
 
 
 @teleloader.command()

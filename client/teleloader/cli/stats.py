@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial
 from operator import itemgetter
 from types import UnionType
@@ -127,26 +127,28 @@ class Source:
 
     Args:
         servers: URL of a server, several URLs, or the address of a directory.
+        limit: Maximum number of consumers of each server and of the total, the latest active ones.
         trust_directory: Whether to use any server that a directory lists.
     """
 
-    def __init__(self, servers: str | list[str], *, trust_directory: bool) -> None:
+    def __init__(self, servers: str | list[str], limit: int, *, trust_directory: bool) -> None:
+        self._limit = limit
         credentials = Credentials()
         connect = partial(server_at, timeout=TIMEOUT, credentials=credentials)
         self._servers = Servers(servers, connect, credentials, trust_directory=trust_directory)
 
-    def read(self, limit: int) -> list[Reading]:
+    def read(self) -> list[Reading]:
         """Request the statistics of all servers, including those that run under the same supervisor.
 
         Raises:
             TeleloaderError: If no server responds.
         """
         servers = self._servers.require()
-        readings = read_all(servers, limit)
+        readings = read_all(servers, self._limit)
         for reading in readings:
             if isinstance(reading.stats, Stats):
                 self._servers.learn(reading.url, reading.stats.server.ports)
-        readings += read_all([server for server in self._servers.known if server not in servers], limit)
+        readings += read_all([server for server in self._servers.known if server not in servers], self._limit)
         if all(reading.response is None for reading in readings):
             raise _failure(readings)
         return readings
@@ -162,14 +164,18 @@ class Source:
             }
             for url, response, stats in readings
         ]
-        return {"total": asdict(total(readings)), "servers": responses, "problems": self._servers.problems}
+        return {"total": asdict(self._total(readings)), "servers": responses, "problems": self._servers.problems}
 
     def shown(self, readings: Sequence[Reading], width: int) -> Group:
         """Render the statistics for a terminal of `width` characters."""
-        found = total(readings)
+        found = self._total(readings)
         return (
             shown(found, width) if self._is_single else shown_together(readings, self._servers.problems, found, width)
         )
+
+    def _total(self, readings: Sequence[Reading]) -> Stats:
+        found = total(readings)
+        return replace(found, consumers=found.consumers[: self._limit])
 
     @property
     def _is_single(self) -> bool:
@@ -209,9 +215,9 @@ def _failure(readings: Sequence[Reading]) -> TeleloaderError:
     return error if len(readings) == 1 else type(error)(f"all {len(readings)} servers failed, the first one: {error}")
 
 
-def once(source: Source, limit: int, *, as_json: bool) -> None:
+def once(source: Source, *, as_json: bool) -> None:
     """Request and print the statistics of servers once, as text or JSON."""
-    found = source.read(limit)
+    found = source.read()
     if as_json:
         print_json(source.as_json(found))
         return
@@ -219,7 +225,7 @@ def once(source: Source, limit: int, *, as_json: bool) -> None:
     console.print(source.shown(found, console.width))
 
 
-def watch(source: Source, limit: int, interval: float, *, as_json: bool) -> None:
+def watch(source: Source, interval: float, *, as_json: bool) -> None:
     """Print the statistics of servers every `interval` seconds until Ctrl-C.
 
     In a terminal, the output is refreshed in place; in a pipe, it is appended. If no server responds, for example
@@ -227,7 +233,7 @@ def watch(source: Source, limit: int, interval: float, *, as_json: bool) -> None
     """
     console = results_console()
     if as_json or not console.is_terminal:
-        for found in _every(interval, source, limit):
+        for found in _every(interval, source):
             if as_json:
                 print_json({"error": str(found)} if isinstance(found, TeleloaderError) else source.as_json(found))
             else:
@@ -237,15 +243,15 @@ def watch(source: Source, limit: int, interval: float, *, as_json: bool) -> None
     with Live(
         Text("connecting ..."), console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
     ) as live:
-        for found in _every(interval, source, limit):
+        for found in _every(interval, source):
             live.update(_view(found, console, source), refresh=True)
 
 
-def _every(interval: float, source: Source, limit: int) -> Iterator[list[Reading] | TeleloaderError]:
+def _every(interval: float, source: Source) -> Iterator[list[Reading] | TeleloaderError]:
     while True:
         began = time.monotonic()
         try:
-            yield source.read(limit)
+            yield source.read()
         except ServerUnavailable as error:
             yield error
         time.sleep(max(0.0, interval - (time.monotonic() - began)))
