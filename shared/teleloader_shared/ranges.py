@@ -25,7 +25,7 @@ class BatchRanges:
         ranges: Ascending ranges that do not overlap. Adjacent ranges are joined, so that equal numbers compare equal.
     """
 
-    __slots__ = ("_counts", "_stops", "ranges")
+    __slots__ = ("_counts", "_only", "_stops", "ranges")
 
     def __init__(self, *ranges: range) -> None:
         joined: list[range] = []
@@ -38,6 +38,8 @@ class BatchRanges:
         self._stops = [each.stop for each in joined]
         self._counts = list(accumulate(map(len, joined)))
         """Number of batches up to the end of each range."""
+        self._only = joined[0] if len(joined) == 1 else None
+        """The only range, as of most requests to a single server; None if there are several or none."""
 
     @classmethod
     def parse(cls, text: str) -> BatchRanges:
@@ -84,6 +86,8 @@ class BatchRanges:
 
     def place(self, k: int) -> int | None:
         """Return the number of batches before batch k, or None if batch k is not in the request."""
+        if self._only is not None:
+            return k - self._only.start if k in self._only else None
         number = bisect_right(self._stops, k)
         if number == len(self.ranges) or k < self.ranges[number].start:
             return None
@@ -98,6 +102,8 @@ class BatchRanges:
         return BatchRanges(*filter(None, ranges))
 
     def __getitem__(self, place: int) -> int:
+        if self._only is not None:
+            return self._only[place]
         number = bisect_right(self._counts, place)
         return self.ranges[number][place - self._counts[number]]
 

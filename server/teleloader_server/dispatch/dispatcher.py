@@ -131,8 +131,7 @@ class Dispatcher:
         k = pending.next
         if k >= consumer.position:
             consumer.sent_beyond.add(k)
-        pending.sent += 1
-        pending.started = max(pending.started, pending.sent)
+        pending.advance()
         position = consumer.position
         while position in consumer.sent_beyond:
             consumer.sent_beyond.remove(position)

@@ -126,16 +126,20 @@ class PendingRequest:
     sent: int = 0
     started: int = 0
     """Number of first batches that were sent, are computed or are being computed."""
+    next: int = field(init=False)
+    """Batch for which the client waits; `stop` once all batches were sent."""
+    stop: int = field(init=False)
+    """End of the last range."""
 
-    @property
-    def next(self) -> int:
-        """Batch for which the client waits; `stop` once all batches were sent."""
-        return self.batches[self.sent] if self.sent < len(self.batches) else self.stop
+    def __post_init__(self) -> None:
+        """Set the first batch."""
+        self.next, self.stop = self.batches.start, self.batches.stop
 
-    @property
-    def stop(self) -> int:
-        """End of the last range."""
-        return self.batches.stop
+    def advance(self) -> None:
+        """Record that the batch `next` was sent."""
+        self.sent += 1
+        self.started = max(self.started, self.sent)
+        self.next = self.batches[self.sent] if self.sent < len(self.batches) else self.stop
 
     def distance(self, k: int) -> int | None:
         """Return the number of unsent batches before batch k, or None if batch k is not requested or was sent."""

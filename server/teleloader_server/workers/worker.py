@@ -133,6 +133,8 @@ class Worker:
         self._last_progress_report = 0.0
         self._reported = 0.0
         self._cpu_wait = CpuWait()
+        self._cpu_wait_before = 0.0
+        """Value of `_cpu_wait` when the last task ended, or when the worker received a task after it had none."""
 
     def run(self) -> None:
         """Process tasks until the server closes the channel.
@@ -146,9 +148,11 @@ class Worker:
         # a result must not wait for the completion of the next task, which may hang
         threading.Thread(target=self.report_late, daemon=True).start()
         while True:
-            while not self._tasks:
-                self._report()
-                self._receive()
+            if not self._tasks:
+                while not self._tasks:
+                    self._report()
+                    self._receive()
+                self._cpu_wait_before = self._cpu_wait.seconds()
             task_id, task = self._tasks.popleft()
             if task_id <= REVOKED.unpack_from(self._status, CURRENT_TASK.size)[0]:
                 self._send(messages.Progress())
@@ -262,10 +266,11 @@ class Worker:
 
         failure = self._init_failures.get(task.spec.dataset)
         if failure is None:
-            before = self._cpu_wait.seconds()
             nbytes, report = self._loading.load(task, place)
             self._end_if_forked()
-            report = report._replace(cpu_wait=self._cpu_wait.seconds() - before)
+            cpu_wait = self._cpu_wait.seconds()
+            report = report._replace(cpu_wait=cpu_wait - self._cpu_wait_before)
+            self._cpu_wait_before = cpu_wait
         else:
             nbytes, report = self._loading.fail(task, failure, place)
         frame = placed[0].number if isinstance(placed[0], Slot) else placed[0].tobytes()
