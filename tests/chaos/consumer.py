@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from teleloader import DataLoader
+from teleloader.api.control import MAX_PATIENCE, PATIENCE_FACTOR
 from tests.chaos.dataset import digest
 from tests.chaos.roles import ROLES
 
@@ -62,6 +63,10 @@ class Consumer:
             epoch, k = epoch + 1, 0
         del loader
         gc.collect()
+        # a thread that waits for the response to a control request ends after it, or after the timeout
+        deadline = time.monotonic() + PATIENCE_FACTOR * MAX_PATIENCE * orders.stall_timeout
+        while _open_now() != before and time.monotonic() < deadline:
+            time.sleep(0.1)
         self._write("left", *(now - then for now, then in zip(_open_now(), before, strict=True)))
 
     def _resume(self, loader: DataLoader) -> tuple[int, int]:
