@@ -22,7 +22,6 @@ from teleloader.fetch.scheduler import HEDGE_LEAST, HEDGE_UNKNOWN, RangeSchedule
 from teleloader.fleet.servers import nearest
 from teleloader.transport.interface import BatchServer
 from teleloader.transport.request import BatchRequest
-from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.messages import READY_BYTES
 
 GRACE_S: Final = 3.0
@@ -66,7 +65,7 @@ class _Listed(NamedTuple):
     """Server in a directory, with the attributes that `nearest` reads."""
 
     url: str
-    last_error: type[Exception] | None
+    has_recently_failed: bool
 
 
 @lru_cache(maxsize=50_000)
@@ -74,7 +73,7 @@ def chosen(
     names: tuple[str, ...], key: str, used: frozenset[str] = frozenset(), failed: frozenset[str] = frozenset()
 ) -> tuple[str, ...]:
     """Return the names of the servers that a loader uses; clients with the same view compute it once."""
-    listed: list[Any] = [_Listed(name, ServerUnavailable if name in failed else None) for name in names]
+    listed: list[Any] = [_Listed(name, name in failed) for name in names]
     return tuple(server.url for server in nearest(cast("list[BatchServer]", listed), key, used))
 
 

@@ -564,6 +564,10 @@ def test_a_server_that_never_responds_does_not_stop_the_others(servers: int) -> 
 # --- Any sequence of events ---------------------------------------------------------------------------------------
 
 
+BEGIN = 100.0
+"""Time at the start of a sequence of events, in seconds."""
+
+
 class Fleet(RuleBasedStateMachine):
     """Servers join, leave, break, return and do not respond, in any order; the training loop takes batches."""
 
@@ -578,7 +582,7 @@ class Fleet(RuleBasedStateMachine):
     def begin(self, start: int, length: int, factor: int, num_workers: int, adaptive: bool, nbytes: int) -> None:
         """Start an epoch on one server."""
         self.nbytes = nbytes
-        self.factor, self.adaptive, self.now = factor, adaptive, 100.0
+        self.factor, self.adaptive, self.now = factor, adaptive, BEGIN
         self.start, self.stop = start, start + length
         self.scheduler = RangeScheduler(
             start, self.stop, factor, num_workers, adaptive=adaptive, name="0", loader=LOADER, epoch=1
@@ -721,17 +725,22 @@ class Fleet(RuleBasedStateMachine):
         assert self.start <= self.scheduler.taken <= self.scheduler.received <= self.stop
 
     def teardown(self) -> None:
-        """The epoch ends if one server responds, however many others do not."""
+        """The epoch ends if one server responds, however many others do not.
+
+        A request is hedged after a multiple of the latencies seen before, which are at most as long as the test.
+        """
         if not hasattr(self, "scheduler"):
             return
+        patience = 100.0 + HEDGE_FACTOR * (self.now - BEGIN)
         silent = set(self.in_flight)
         server = self.scheduler.add_server()
         self.workers[server], self.in_flight[server] = 2, []
         self.register(server)
-        steps = 0
+        received, since = -1, self.now
         while not self.scheduler.finished:
-            steps += 1
-            assert steps < 2000, "no batch arrives any more"
+            if self.scheduler.received > received:
+                received, since = self.scheduler.received, self.now
+            assert self.now - since < patience, "no batch arrives any more"
             self.now += 0.5
             for other in self.up():
                 self.pull(other)
