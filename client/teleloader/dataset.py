@@ -331,6 +331,8 @@ class RemoteDataset:
                 if backoff.first and self.reconnect_timeout > 0:
                     logger.warning("%s; retrying for %g s", error, self.reconnect_timeout)
                 if not backoff.pause(error.retry_after):
+                    if isinstance(error, _SomeUnavailable):
+                        raise error.refusal from None
                     tried = f" (tried for {self.reconnect_timeout:g} s)" if self.reconnect_timeout > 0 else ""
                     hint = self._hint() if isinstance(error, Unreached) else ""
                     raise ServerUnavailable(f"{error}{tried}{hint}") from None
@@ -353,8 +355,22 @@ def _most_common(values: Iterable[_Value]) -> _Value:
     return max(counts, key=lambda value: (counts[value], str(value)))
 
 
+class _SomeUnavailable(ServerUnavailable):
+    """A server is unavailable, and others refused the request.
+
+    Args:
+        unavailable: Error of the unavailable server.
+        refusal: First error of the others, to raise if no server becomes available.
+    """
+
+    def __init__(self, unavailable: ServerUnavailable, refusal: TeleloaderError) -> None:
+        super().__init__(str(unavailable))
+        self.retry_after = unavailable.retry_after
+        self.refusal = refusal
+
+
 def _final(errors: list[TeleloaderError], news: list[TeleloaderError]) -> TeleloaderError:
-    """Return the first error that a retry may resolve, or else the first error.
+    """Return the error of a request to several servers, which a retry may resolve if one of them is unavailable.
 
     Args:
         errors: Errors of all servers.
@@ -366,7 +382,8 @@ def _final(errors: list[TeleloaderError], news: list[TeleloaderError]) -> Telelo
     for error in news:
         if not isinstance(error, ServerUnavailable):
             logger.warning("%s; waiting for the other servers", error)
-    return unavailable
+    refusal = next((error for error in errors if not isinstance(error, ServerUnavailable)), None)
+    return unavailable if refusal is None else _SomeUnavailable(unavailable, refusal)
 
 
 def _info_at(

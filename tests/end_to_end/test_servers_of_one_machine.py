@@ -411,6 +411,7 @@ def computed(url: str) -> int:
 
 def test_the_batches_are_those_of_a_single_server(start_server: StartServer) -> None:
     """Several servers return the same bits as one server, with a dataset that uses all random generators."""
+    pytest.importorskip("torch")
     single = start_server(f"{HOSTED}augmented", "--num-workers", "1")
     started = start_server(f"{HOSTED}augmented", "--num-workers", "2", "--servers", "2")
 

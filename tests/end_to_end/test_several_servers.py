@@ -272,5 +272,6 @@ def test_a_server_that_comes_back_with_other_data_is_left(
     assert f"from {updated.url} (" in caplog.text
     assert caplog.text.count("version '2'") == 1
     steady.kill()
+    loader.dataset.reconnect_timeout = 1.0  # for the server that may restart
     with pytest.raises(DatasetChanged, match="version '2'"):
         rest(iter(loader))
