@@ -103,7 +103,7 @@ class Measures:
         finally:
             seconds = time.perf_counter() - began
             self._waited = before + seconds, None
-            self._waits.observe(seconds)
+            self._waits.observe((seconds,))
 
     def step(self, number: int) -> None:
         """Count a batch that the training loop received; repeated calls for the same batch have no effect."""

@@ -8,7 +8,7 @@ hundred. HdrHistogram takes 0.7 us per duration and prometheus_client 0.6 us, to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -35,9 +35,9 @@ class Histogram:
         self._max = 0.0
         self._pending: list[float] = []
 
-    def observe(self, seconds: float) -> None:
-        """Add one duration in seconds; durations are buffered and counted in blocks, for speed."""
-        self._pending.append(seconds)
+    def observe(self, seconds: Iterable[float]) -> None:
+        """Add durations in seconds; durations are buffered and counted in blocks, for speed."""
+        self._pending.extend(seconds)
         if len(self._pending) >= BLOCK:
             self._flush()
 

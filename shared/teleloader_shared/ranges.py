@@ -93,6 +93,10 @@ class BatchRanges:
             return None
         return self._counts[number] - (self._stops[number] - k)
 
+    def range_of(self, k: int) -> range:
+        """Return the range that contains batch k, which must be in the request."""
+        return self.ranges[bisect_right(self._stops, k)]
+
     def within(self, start: int, stop: int) -> BatchRanges:
         """Return the batches in [start, stop), which may be none."""
         first, last = bisect_right(self._stops, start), bisect_left(self.ranges, stop, key=attrgetter("start"))

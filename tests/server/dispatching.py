@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sized
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,8 @@ class Service:
         self.health: dict[int, WorkerHealth] = {}
         self.ready: dict[BatchId, int] = {}
         self.started: Counter[BatchId] = Counter()
+        self.groups: list[list[int]] = []
+        """Numbers of the batches that were started together, for each group."""
         self.evicted: list[BatchId] = []
         self.now = 0.0
         for worker in range(workers):
@@ -105,13 +107,15 @@ class Service:
         """Execute the decisions of the dispatcher, and return the started batches in order."""
         started = []
 
-        def begin(worker: int, batch: Batch) -> None:
-            batch_id = batch.batch_id
-            assert batch_id not in self.ready, f"{batch_id} is already computed"
-            assert batch_id not in self.running(), f"{batch_id} is already being computed"
+        def begin(worker: int, batches: Sequence[Batch]) -> None:
             assert worker not in self.recycling | self.stalled
-            self.queues[worker].append(batch_id)
-            started.append(batch_id)
+            assert len({batch.consumer for batch in batches}) == 1, "a group is of one consumer"
+            for batch_id in [batch.batch_id for batch in batches]:
+                assert batch_id not in self.ready, f"{batch_id} is already computed"
+                assert batch_id not in self.running(), f"{batch_id} is already being computed"
+                self.queues[worker].append(batch_id)
+                started.append(batch_id)
+            self.groups.append([batch.batch_id.batch for batch in batches])
 
         self.dispatcher.decide(begin)
         self.started.update(started)
@@ -208,6 +212,7 @@ class Service:
         self.empty_cache()
         self.started.clear()
         self.evicted.clear()
+        self.groups.clear()
 
     def empty_cache(self) -> None:
         """Evict all unwanted batches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from teleloader_server.dispatch.counters import Counters, EngineSource
 from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Loader, RangeRequest
-from teleloader_server.loading.tasks import Report, Task
+from teleloader_server.loading.tasks import GroupReport, Task
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import WorkerState
 from teleloader_shared.messages import DatasetInfo
@@ -22,7 +23,7 @@ from tests.server.dispatching import Tasks
 
 BUDGET = 2**20
 SOURCE = EngineSource(None, "--num-workers {}")
-REPORT = Report(1, failed=False, stages=[1.0, 0.0, 0.0])
+REPORT = GroupReport([1], failed=False, stages=[[1.0], [0.0], [0.0]], cpu_wait=0.0)
 
 
 class FakePool:
@@ -44,10 +45,10 @@ class FakePool:
         """Return the tasks of a worker."""
         return Tasks(lambda: [task.batch_id for other, task in self.tasks if other == worker])
 
-    def submit(self, worker: int, task: Task) -> None:
-        """Record a task."""
-        self.tasks.append((worker, task))
-        self.submitted.append(task)
+    def submit(self, worker: int, tasks: Sequence[Task]) -> None:
+        """Record tasks."""
+        self.tasks.extend((worker, task) for task in tasks)
+        self.submitted.extend(tasks)
 
     def workers(self) -> list[WorkerState]:
         """Return no workers: no test uses them."""
@@ -84,7 +85,7 @@ async def test_an_evicted_batch_is_recomputed_from_the_same_indices() -> None:
 
     def finish(worker: int, task: Task) -> None:
         pool.tasks.remove((worker, task))
-        engine.task_done(worker, task, np.zeros(BUDGET * 3 // 5, np.uint8), REPORT)
+        engine.tasks_done(worker, [task], [np.zeros(BUDGET * 3 // 5, np.uint8)], REPORT)
 
     lists = {k: f"list {k}".encode() for k in range(4)}
     request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)), indices=lists)
@@ -101,7 +102,7 @@ async def test_an_evicted_batch_is_recomputed_from_the_same_indices() -> None:
         taken = 0
         while taken < len(lists):
             await begun()
-            if stream.take_ready() is not None:
+            if stream.take_ready(1):
                 taken += 1
             else:
                 finish(*pool.tasks[0])
@@ -144,5 +145,6 @@ async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> 
     async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
         await begun()
     await engine.close()
-    engine.task_done(*pool.tasks[0], np.zeros(1000, np.uint8), REPORT)
+    worker, task = pool.tasks[0]
+    engine.tasks_done(worker, [task], [np.zeros(1000, np.uint8)], REPORT)
     assert memory.used == 0

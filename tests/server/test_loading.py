@@ -162,7 +162,6 @@ def test_a_report_says_how_it_went() -> None:
     assert (report.samples, report.failed) == (2, False)
     assert len(report.stages) == 3
     assert min(report.stages) >= 0
-    assert report.seconds == sum(report.stages)
 
 
 def test_the_time_of_a_failure_counts_for_its_stage() -> None:

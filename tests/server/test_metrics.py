@@ -25,7 +25,7 @@ from teleloader_server.dispatch.counters import (
 )
 from teleloader_server.dispatch.quotas import Quota
 from teleloader_server.dispatch.records import Consumer, EpochState, Loader, PrincipalShare
-from teleloader_server.loading.tasks import Report, Task
+from teleloader_server.loading.tasks import GroupReport, Task
 from teleloader_shared.codec import BatchId, Failure, to_bytes
 from teleloader_shared.histogram import BLOCK
 from teleloader_shared.messages import ConsumerReport
@@ -41,15 +41,15 @@ def task(k: int, *, indices: bytes | None = None, spec: LoaderSpec = SPEC) -> Ta
     return Task(spec, 10_000, BatchId(spec.key, 0, k), indices)
 
 
-def report(fetch: float = 0.01, *, failed: bool = False) -> Report:
+def report(fetch: float = 0.01, *, failed: bool = False, cpu_wait: float = 0.0) -> GroupReport:
     """Return the report of a batch."""
-    return Report(50, failed=failed, stages=[fetch, 0.002, 0.001])
+    return GroupReport([50], failed=failed, stages=[[fetch], [0.002], [0.001]], cpu_wait=cpu_wait)
 
 
 def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", indices: tuple[int, ...] = ()) -> None:
     """Record a failed batch."""
     frame = to_bytes(task(0).batch_id, Failure(kind, message, traceback, list(indices), 0))
-    pool.computed(0, task(0), np.frombuffer(frame, np.uint8), report(failed=True))
+    pool.computed(0, [task(0)], [np.frombuffer(frame, np.uint8)], report(failed=True))
 
 
 def test_batches_are_counted_where_they_belong() -> None:
@@ -57,7 +57,7 @@ def test_batches_are_counted_where_they_belong() -> None:
     metrics = Counters()
     pool = metrics.pool()
     for k in range(BLOCK + 5):
-        pool.computed(k % 2, task(k), NOTHING, report())
+        pool.computed(k % 2, [task(k)], [NOTHING], report())
     dataset = metrics.datasets["data"]
     assert (dataset.computed, dataset.samples, dataset.failed) == (BLOCK + 5, 50 * (BLOCK + 5), 0)
     assert [pool.workers[number].batches for number in (0, 1)] == [BLOCK // 2 + 3, BLOCK // 2 + 2]
@@ -73,8 +73,8 @@ def test_work_is_the_time_without_that_for_which_workers_had_no_cpu() -> None:
     pool = Counters().pool()
     pool.consumer(consumer("a"), "data")
     assert pool.loaders[SPEC.key].batch_seconds(0.0).work == 0.0
-    pool.computed(0, task(0), NOTHING, report(0.297)._replace(cpu_wait=0.2))
-    pool.computed(1, task(1), NOTHING, report(0.097)._replace(cpu_wait=5.0))
+    pool.computed(0, [task(0)], [NOTHING], report(0.297, cpu_wait=0.2))
+    pool.computed(1, [task(1)], [NOTHING], report(0.097, cpu_wait=5.0))
     assert pool.loaders[SPEC.key].batch_seconds(0.0).work == pytest.approx((0.1 + 0.0) / 2)
     assert [pool.workers[number].cpu_wait for number in (0, 1)] == pytest.approx([0.2, 0.1])
 
@@ -95,7 +95,7 @@ def test_the_slowest_batches_are_kept() -> None:
     metrics = Counters()
     pool = metrics.pool()
     for k in range(100):
-        pool.computed(0, task(k), NOTHING, report((k * 37) % 100 / 1000))
+        pool.computed(0, [task(k)], [NOTHING], report((k * 37) % 100 / 1000))
     found = metrics.datasets["data"].slowest()
     assert len(found) == SLOWEST
     assert [slow.seconds for slow in found] == [0.099, 0.098, 0.097, 0.096, 0.095]
@@ -109,9 +109,9 @@ def test_a_clients_list_is_kept_with_a_slow_batch_unless_it_is_long() -> None:
     metrics = Counters()
     pool = metrics.pool()
     batch_id = BatchId(spec.key, 0, 0)
-    pool.computed(0, task(0, indices=to_bytes(batch_id, [9, 8, 7]), spec=spec), NOTHING, report(0.2))
+    pool.computed(0, [task(0, indices=to_bytes(batch_id, [9, 8, 7]), spec=spec)], [NOTHING], report(0.2))
     long = to_bytes(batch_id, list(range(MAX_KEPT_LIST)))
-    pool.computed(0, task(0, indices=long, spec=spec), NOTHING, report(0.1))
+    pool.computed(0, [task(0, indices=long, spec=spec)], [NOTHING], report(0.1))
     assert [slow.indices for slow in metrics.datasets["data"].slowest()] == [[9, 8, 7], []]
 
 
@@ -175,10 +175,10 @@ def test_removed_loaders_are_forgotten() -> None:
     """A batch that is completed after its loader was removed still counts for its dataset."""
     metrics = Counters()
     pool = metrics.pool()
-    pool.computed(0, task(0), NOTHING, report())
+    pool.computed(0, [task(0)], [NOTHING], report())
     pool.keep((), ())
     assert pool.loaders == {}
-    pool.computed(0, task(1), NOTHING, report())
+    pool.computed(0, [task(1)], [NOTHING], report())
     assert metrics.datasets["data"].computed == 2
 
 
@@ -213,7 +213,7 @@ def test_short_passes_of_a_loop_are_one_loop() -> None:
         for ask in range(2):
             elapsed = 0.1 * epoch + 0.05 * ask
             tally.requested(now, report_at(elapsed, 0.4 * elapsed))
-            tally.sent(1000)
+            tally.sent(1, 1000)
             now += 0.05
         now += 1.0
         _mark(metrics, now)

@@ -19,6 +19,7 @@ from teleloader_server.limits import ClientLimits, Limits
 from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import ALL_SCOPES, Principal
 from teleloader_server.workers.factory import ObjectPools
+from teleloader_server.workers.health import CHECK_INTERVAL
 from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import ServerUnavailable, UnknownLoader
 from teleloader_shared.spec import LoaderSpec
@@ -46,7 +47,10 @@ def work(service: Service, rounds: int, seconds: dict[str, float] | None = None)
                 loader = queue[0].loader
                 took = (seconds or {}).get(loader, SLOW)
                 spent[loader] += took  # type: ignore[assignment]
+                if took > CHECK_INTERVAL:
+                    service.stall(worker, queue[1:])
                 service.finish(worker, seconds=took)
+                service.resume(worker)
         for consumer in service.dispatcher.consumers():
             for request in consumer.requests:
                 service.send_ready(request)

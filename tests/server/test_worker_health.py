@@ -177,9 +177,9 @@ def test_a_worker_is_recycled_after_its_last_batch() -> None:
     """The worker is recycled once, for one reason."""
     limits = Limits(max_batches_per_worker=2)
     health = busy()
-    health.submitted = 1
+    health.room = 1
     assert health.reason_to_recycle(limits, 0) is None
-    health.submitted = 2
+    health.room = 0
     assert health.reason_to_recycle(limits, 0) == "has reached the limit of 2 batches (--max-batches-per-worker)"
     health.recycling = True
     assert health.reason_to_recycle(limits, 0) is None

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.loading.tasks import Report
+from teleloader_server.loading.tasks import GroupReport
 from teleloader_server.workers import messages
 from teleloader_server.workers.channel import Channel
-from teleloader_server.workers.messages import Done, Load, Message, Result, decode, encode
+from teleloader_server.workers.messages import Done, Load, Message, decode, encode
 
 small = st.integers(0, 2**40)
 anything = st.none() | st.booleans() | small | st.text(max_size=5)
-reports = st.builds(Report, small, failed=st.booleans(), stages=st.lists(st.floats(0)), cpu_wait=st.floats(0))
-results = st.builds(Result, small, st.binary(max_size=9) | small, small, reports, st.none() | st.lists(anything))
+times = st.lists(st.lists(st.floats(0)))
+reports = st.builds(GroupReport, st.lists(small), failed=st.booleans(), stages=times, cpu_wait=st.floats(0))
 STRATEGIES = {
     "int": small,
     "str": st.text(max_size=9),
@@ -28,7 +28,8 @@ STRATEGIES = {
     "Mapping[str, Any]": st.dictionaries(st.text(max_size=5), anything),
     "Mapping[str, Any] | None": st.none() | st.dictionaries(st.text(max_size=5), anything),
     "Sequence[Mapping[str, Any]]": st.lists(st.dictionaries(st.text(max_size=5), anything)),
-    "Sequence[Result]": st.lists(results),
+    "bytes | int": st.binary(max_size=9) | small,
+    "GroupReport": reports,
 }
 
 
@@ -53,7 +54,7 @@ def test_a_message_is_decoded_as_it_was_encoded(kind: Any, data: st.DataObject) 
     assert received == message
     assert type(received) is kind
     if isinstance(received, Done):
-        assert all(type(result) is Result and type(result.report) is Report for result in received.results)
+        assert type(received.report) is GroupReport
 
 
 def test_each_message_has_a_code() -> None:
@@ -62,11 +63,11 @@ def test_each_message_has_a_code() -> None:
         found for found in vars(messages).values()
         if isinstance(found, type) and issubclass(found, tuple) and found.__module__ == messages.__name__
     }  # fmt: skip
-    assert defined - {Result} == set(get_args(Message))
+    assert defined == set(get_args(Message))
 
 
 def test_a_large_index_list_is_not_copied() -> None:
     """The index list is the last item, as `Channel.put` requires."""
     assert list(get_type_hints(Load))[-1] == "indices"
     indices = b"x" * 100
-    assert encode(Load(1, "key", 2, 3, indices))[-1] is indices
+    assert encode(Load(1, "key", 2, 3, 1, 1, indices))[-1] is indices

@@ -55,7 +55,7 @@ def test_single_times_are_counted_like_blocks() -> None:
     times = np.random.default_rng(0).lognormal(-5, 2, BLOCK + 10)
     other.add(times)
     for seconds in times:
-        one.observe(float(seconds))
+        one.observe((float(seconds),))
     assert one.count == other.count == len(times)
     assert one.latency().p99 == other.latency().p99
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
 from teleloader_server.dispatch.records import Consumer, Epoch
 from teleloader_server.loading.stages import STAGES, Fetch
-from teleloader_server.loading.tasks import Report, Task, indices_of
+from teleloader_server.loading.tasks import GroupReport, Task, indices_of
 from teleloader_server.workers.pool import Lease
 from teleloader_shared import codec
 from teleloader_shared.codec import Failure
@@ -45,6 +45,7 @@ OVERTAKEN: Final = 2.0
 
 A smaller elapsed time after this period is the report of a new client process.
 """
+_FETCH: Final = STAGES.index(Fetch)
 KEEP_LOOPS: Final = 60.0
 """Seconds for which the counters of a training loop are kept after its last request."""
 
@@ -316,14 +317,14 @@ class ConsumerCounters:
         self.report: ConsumerReport | None = None
         """Most recent report of the client."""
 
-    def sent(self, nbytes: int) -> None:
-        """Count a frame sent to the consumer."""
-        self.batches += 1
+    def sent(self, count: int, nbytes: int) -> None:
+        """Count the frames sent to the consumer in one response, and their bytes."""
+        self.batches += count
         self.nbytes += nbytes
         loop, dataset = self.loop, self.dataset
-        loop.batches += 1
+        loop.batches += count
         loop.nbytes += nbytes
-        dataset.sent += 1
+        dataset.sent += count
         dataset.nbytes += nbytes
 
     def waits(self) -> None:
@@ -387,29 +388,34 @@ class PoolCounters:
             self.loaders[key] = LoaderCounters(self._metrics.datasets[dataset], time.monotonic())
         return self.loaders[key]
 
-    def computed(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Count a batch computed by a worker."""
+    def computed(self, worker: int, tasks: Sequence[Task], frames: Sequence[Lease], report: GroupReport) -> None:
+        """Count the batches of an epoch that a worker has computed."""
+        first, count = tasks[0], len(tasks)
         counters = self.workers[worker]
-        counters.batches += 1
-        counters.busy += (seconds := report.seconds)
-        cpu_wait = min(report.cpu_wait, seconds)
-        counters.cpu_wait += cpu_wait
-        loader = self.loaders.get(task.batch_id.loader) or self._loader(task.batch_id.loader, task.spec.dataset)
-        loader.batches += 1
-        loader.cpu_wait += cpu_wait
-        dataset = loader.dataset
-        for stage, (histogram, seconds) in enumerate(zip(dataset.stages.values(), report.stages, strict=True)):
+        loader = self.loaders.get(first.batch_id.loader) or self._loader(first.batch_id.loader, first.spec.dataset)
+        dataset, total = loader.dataset, 0.0
+        for stage, (histogram, times) in enumerate(zip(dataset.stages.values(), report.stages, strict=True)):
+            seconds = sum(times)
             loader.seconds[stage] += seconds
-            histogram.observe(seconds)
-        dataset.computed += 1
-        dataset.samples += report.samples
-        fetch = report.stages[STAGES.index(Fetch)]
-        if fetch > dataset.slow_from:
-            dataset.slow(fetch, task)
+            total += seconds
+            histogram.observe(times)
+        counters.batches += count
+        counters.busy += total
+        cpu_wait = min(report.cpu_wait, total)
+        counters.cpu_wait += cpu_wait
+        loader.batches += count
+        loader.cpu_wait += cpu_wait
+        dataset.computed += count
+        dataset.samples += sum(report.samples)
+        fetched = report.stages[_FETCH]
+        if max(fetched) > dataset.slow_from:
+            for task, fetch in zip(tasks, fetched, strict=True):
+                if fetch > dataset.slow_from:
+                    dataset.slow(fetch, task)
         if report.failed:
-            content = codec.read(codec.Bits(lease)).content
+            content = codec.read(codec.Bits(frames[-1])).content
             if isinstance(content, Failure) and dataset.fail(content):
-                _log(task, content)
+                _log(tasks[-1], content)
 
     def retried(self, dataset: str) -> None:
         """Count a batch that is recomputed after the exit of its worker."""

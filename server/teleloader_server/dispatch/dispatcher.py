@@ -13,11 +13,15 @@ Rules:
    prefetched batches (`Urgency`).
 4. Within an urgency, the consumer with the least served time goes first, so that no consumer can slow others.
 5. When memory is full, a batch for which no client waits is not started, unless `Store` evicts others for it.
-6. Computing time beyond a batch's estimate is charged as soon as it is known.
+6. Small batches are started in groups of successive batches of one consumer, for one worker: up to `GROUP_BYTES` and
+   `GROUP_SECONDS`, because a message and a decision cost more than a small batch.
+7. Computing time beyond a batch's estimate is charged as soon as it is known.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -34,7 +38,8 @@ from teleloader_server.dispatch.records import (
     Urgency,
 )
 from teleloader_server.dispatch.store import Store
-from teleloader_server.loading.tasks import Task
+from teleloader_server.dispatch.worker_loads import WorkerLoads
+from teleloader_server.loading.tasks import GROUP_BYTES, GROUP_SECONDS, Task
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_shared.codec import BatchId
 
@@ -55,8 +60,8 @@ LOSS_SECONDS: Final = 1.0
 """Minimum worker time in seconds that is charged to a consumer if a worker exits while computing its batch."""
 
 
-Submit = Callable[[int, Batch], object]
-"""Callback, called with the worker ID and each batch that the worker must compute."""
+Submit = Callable[[int, Sequence[Batch]], object]
+"""Callback, called with the worker ID and each group of batches that the worker must compute."""
 
 
 class Dispatcher:
@@ -73,8 +78,8 @@ class Dispatcher:
         self._in_turn = in_turn
         self.store: Final = Store(memory, keeps_wanted=in_turn > 0)
         """Batches and their consumers, modified by this dispatcher only."""
-        self._workers: dict[int, WorkerHealth] = {}
-        """State and tasks of each worker, modified by the worker's pool only."""
+        self._loads = WorkerLoads()
+        """Workers with their state and tasks, modified by the worker's pool only."""
         self._consumers: dict[tuple[str, str, Epoch], Consumer] = {}
         """Consumers by principal name, consumer name and epoch."""
         self._principal_shares: dict[str, PrincipalShare] = {}
@@ -124,15 +129,15 @@ class Dispatcher:
         self.store.active[consumer] = None
         return pending
 
-    def sent(self, pending: PendingRequest, now: float) -> None:
-        """Record that a request's next batch was sent."""
+    def sent(self, pending: PendingRequest, now: float, count: int = 1) -> None:
+        """Record that a request's next `count` batches were sent."""
         consumer = pending.consumer
         consumer.last_seen = now
-        k = pending.next
-        if k >= consumer.position:
-            consumer.sent_beyond.add(k)
-        pending.advance()
-        position = consumer.position
+        position, numbers = consumer.position, []
+        for _ in range(count):
+            numbers.append(pending.next)
+            pending.advance()
+        consumer.sent_beyond.update(k for k in numbers if k >= position)
         while position in consumer.sent_beyond:
             consumer.sent_beyond.remove(position)
             position += 1
@@ -141,7 +146,7 @@ class Dispatcher:
             consumer.sent_beyond.clear()
         if position != consumer.position:
             self.store.move(consumer, position)
-        self.store.sent(consumer, k)
+        self.store.sent(consumer, numbers)
 
     def close(self, pending: PendingRequest) -> None:
         """Close a request that is complete, or whose client disconnected."""
@@ -196,11 +201,11 @@ class Dispatcher:
 
     def worker_ready(self, worker: int, health: WorkerHealth) -> None:
         """Add an idle worker, to which batches can be assigned; `health` is the pool's record of the worker."""
-        self._workers[worker] = health
+        self._loads.add(worker, health)
 
     def worker_removed(self, worker: int) -> None:
         """Remove a worker without batches."""
-        self._workers.pop(worker, None)
+        self._loads.remove(worker)
 
     def worker_stalled(self, waiting: Iterable[BatchId]) -> bool:
         """Reassign the batches queued behind a slow batch of a worker.
@@ -228,7 +233,7 @@ class Dispatcher:
         Returns:
             The batches that are not retried; the caller passes failures in their place to `finished`.
         """
-        self._workers.pop(worker, None)
+        self._loads.remove(worker)
         deaths = self.store.deaths
         failed = []
         if lost and worker_exit.attribution not in ("nobody", "machine"):
@@ -254,6 +259,7 @@ class Dispatcher:
             loader = self.store.batch(batch_id).consumer.loader
             loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
             loader.batch_nbytes = _smoothed(loader.batch_nbytes, len(frame.raw))
+            self._loads.update(worker)
         self.store.deaths.pop(batch_id, None)
         self._charge(self.store.finished(batch_id, frame), seconds)
 
@@ -279,7 +285,8 @@ class Dispatcher:
 
     def is_busy(self, worker: int) -> bool:
         """Return True if at least one batch is assigned to a worker."""
-        return worker in self._workers and bool(self._workers[worker].tasks)
+        health = self._loads.workers.get(worker)
+        return health is not None and bool(health.tasks)
 
     # -- decisions
 
@@ -294,6 +301,8 @@ class Dispatcher:
 
     def _start_batches(self, submit: Submit) -> None:
         """Start batches while workers are available, each for the principal with the least served time."""
+        if not self._in_turn and self._free_worker() is None:
+            return  # without examining the consumers, of which there may be hundreds
         active: dict[PrincipalShare, list[Consumer]] = {}
         for consumer in self.store.active:
             active.setdefault(consumer.principal_share, []).append(consumer)
@@ -306,7 +315,7 @@ class Dispatcher:
                 continue
             urgency, consumer, k = candidate
             batch_id = BatchId(*consumer.epoch, k)
-            worker = self._free_worker(batch_id)
+            worker = self._owner(batch_id) if self._in_turn else self._free_worker(batch_id)
             if worker is None:
                 return  # otherwise the next principal could take the worker for which this one waits
             level, before = principal_share.served, consumer.served
@@ -318,30 +327,64 @@ class Dispatcher:
     def _candidates(self, consumers: list[Consumer]) -> Iterator[tuple[Urgency, Consumer, int]]:
         """Yield the batches that a principal wants, by urgency, then by least served time of the consumer."""
         for urgency in Urgency:
-            remaining = [consumer for consumer in consumers if self._next(consumer, urgency) is not None]
+            remaining = [
+                (consumer.served, place)
+                for place, consumer in enumerate(consumers)
+                if self._next(consumer, urgency) is not None
+            ]
+            heapq.heapify(remaining)
             while remaining:
-                consumer = min(remaining, key=lambda consumer: consumer.served)
+                place = heapq.heappop(remaining)[1]
+                consumer = consumers[place]
                 k = self._next(consumer, urgency)
                 if k is not None:
                     yield urgency, consumer, k
-                if k is None or not consumer.principal_share.was_started:
-                    remaining.remove(consumer)
+                    if consumer.principal_share.was_started:
+                        heapq.heappush(remaining, (consumer.served, place))
 
     def _start(self, worker: int, batch_id: BatchId, consumer: Consumer, urgency: Urgency, submit: Submit) -> bool:
         loader, principal_share = consumer.loader, consumer.principal_share
         estimate = int(loader.batch_nbytes or 0)
         if consumer.reads_too_little or self._takes_all_workers(consumer):
             return False
-        if self.store.is_full(principal_share, estimate):
+        group = self._group(worker, batch_id, consumer)
+        if len(group) > 1 and self.store.is_full(principal_share, estimate * len(group)):
+            group = group[:1]
+        if len(group) == 1 and self.store.is_full(principal_share, estimate):
             distance = consumer.distance(batch_id.batch) or 0
             is_awaited = urgency is Urgency.WAITING
             self.store.make_room(estimate, distance, principal_share, force=is_awaited)
             if not is_awaited and self.store.is_full(principal_share, estimate):
                 return False
-        batch = self.store.add(batch_id, consumer, estimate)
-        self._charge(batch, 0.001 if loader.batch_seconds is None else loader.batch_seconds)
-        submit(worker, batch)
+        seconds = 0.001 if loader.batch_seconds is None else loader.batch_seconds
+        batches = []
+        for number in group:
+            batch = self.store.add(BatchId(*consumer.epoch, number), consumer, estimate)
+            self._charge(batch, seconds)
+            batches.append(batch)
+        submit(worker, batches)
+        self._loads.update(worker)
         return True
+
+    def _group(self, worker: int, batch_id: BatchId, consumer: Consumer) -> range:
+        """Return the numbers of the batches to start together: a batch and, if they are small, batches after it."""
+        k, loader, step = batch_id.batch, consumer.loader, self._in_turn or 1
+        alone = range(k, k + 1)
+        if not loader.batch_seconds or not loader.batch_nbytes or batch_id in self.store.deaths:
+            return alone
+        health = self._loads.workers[worker]
+        room = MAX_QUEUE if self._in_turn else _most_queued(loader.batch_seconds) + 1
+        by_size = min(GROUP_SECONDS / loader.batch_seconds, GROUP_BYTES / loader.batch_nbytes)
+        most = min(by_size, health.room, room - len(health.tasks))
+        stop = consumer.startable_until(k, MAX_REQUESTED)
+        if not self._in_turn:  # leave batches to the workers that would otherwise be idle
+            workers = max(1, len(self._loads.workers) // len(self.store.active))
+            most = min(most, math.ceil((max(stop, consumer.ahead_stop) - k) / workers))
+        batches, deaths = consumer.state.batches, self.store.deaths
+        for number in range(k + step, min(stop, k + step * int(most)), step):
+            if number in batches or (deaths and BatchId(*consumer.epoch, number) in deaths):
+                return range(k, number, step)
+        return range(k, max(k + 1, min(stop, k + step * int(most))), step)
 
     def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:
         """Return the consumer's first batch of this urgency that is not started yet, or None if all are started."""
@@ -375,32 +418,31 @@ class Dispatcher:
                 return missing if is_awaited == (urgency is Urgency.WAITING) else None
         return None
 
-    def _free_worker(self, batch_id: BatchId) -> int | None:
-        """Return the worker to which a batch can be assigned now, or None if the batch must wait.
+    def _owner(self, batch_id: BatchId) -> int | None:
+        """Return the worker that computes a batch in turn, or None if the batch must wait for it."""
+        owner, suspect = batch_id.batch % self._in_turn, batch_id in self.store.deaths
+        health = self._loads.workers.get(owner)
+        is_available = health is not None and self._takes(health, suspect=suspect) and len(health.tasks) < MAX_QUEUE
+        return owner if is_available else None
 
-        This is the worker with the fewest batches, or the batch's own worker if workers compute batches in turn.
+    def _free_worker(self, batch_id: BatchId | None = None) -> int | None:
+        """Return the worker with the fewest batches, or None if a batch must wait until it has less work.
+
+        Args:
+            batch_id: A suspect batch, which may have caused a worker exit, requires a worker without other batches;
+                None for any other batch.
         """
         suspect = batch_id in self.store.deaths
-        if self._in_turn:
-            owner = batch_id.batch % self._in_turn
-            is_available = self._takes(owner, suspect=suspect) and len(self._workers[owner].tasks) < MAX_QUEUE
-            return owner if is_available else None
-        available = [number for number in self._workers if self._takes(number, suspect=suspect)]
-        worker = min(available, key=lambda number: len(self._workers[number].tasks), default=None)
-        if worker is None or not self._workers[worker].tasks:
+        worker = self._loads.least_busy(lambda health: self._takes(health, suspect=suspect))
+        queue = {} if worker is None else self._loads.workers[worker].tasks
+        if not queue:
             return worker
-        queue = self._workers[worker].tasks
         seconds = self.store.batch(_last(queue)).consumer.loader.batch_seconds
-        room = 1 if seconds is None else min(MAX_QUEUE, int(QUEUE_SECONDS / max(seconds, 1e-6)))
-        return worker if len(queue) <= room else None
+        return worker if len(queue) <= _most_queued(seconds) else None
 
-    def _takes(self, worker: int, *, suspect: bool) -> bool:
-        """Return True if a batch can be assigned to a worker.
-
-        A suspect batch, which may have caused a worker exit, requires a worker without other batches.
-        """
-        health = self._workers.get(worker)
-        if health is None or health.recycling or health.stalled:
+    def _takes(self, health: WorkerHealth, *, suspect: bool) -> bool:
+        """Return True if a batch can be assigned to a worker."""
+        if health.recycling or health.stalled:
             return False
         return not health.tasks or not (suspect or _last(health.tasks) in self.store.deaths)
 
@@ -422,7 +464,7 @@ class Dispatcher:
         at = {worker: self.store.batch(batch_id) for worker, (batch_id, _) in working.items()}
         for worker, batch in at.items():
             self._charge(batch, working[worker][1])
-        if self._in_turn or not at or len(at) < len(self._workers):
+        if self._in_turn or not at or len(at) < len(self._loads.workers):
             return None
         served = {batch.consumer for batch in at.values()}
         for consumer in self.store.active:
@@ -447,9 +489,15 @@ class Dispatcher:
         recent = consumer.last_seen - LEAVE_SECONDS
         if all(is_mine(c) or not (c.requests or c.last_seen > recent) for c in self._consumers.values()):
             return False  # no other consumer is active
-        current = [next(iter(health.tasks.values())) for health in self._workers.values() if health.tasks]
+        workers = self._loads.workers.values()
+        current = [next(iter(health.tasks.values())) for health in workers if health.tasks]
         busy = [self.store.batch(task.batch_id).consumer for task in current]
-        return sum(map(is_mine, busy)) + 1 >= max(2, len(self._workers))
+        return sum(map(is_mine, busy)) + 1 >= max(2, len(workers))
+
+
+def _most_queued(seconds: float | None) -> int:
+    """Return how many batches may be queued for a worker before another one, given their computing time in seconds."""
+    return 1 if seconds is None else min(MAX_QUEUE, int(QUEUE_SECONDS / max(seconds, 1e-6)))
 
 
 def _last(queue: dict[int, Task]) -> BatchId:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from contextvars import Context
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +19,7 @@ from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Batch, Consumer, Loader, PendingRequest, RangeRequest, ReadyFrame
 from teleloader_server.dispatch.tracing import Made, RequestTrace
-from teleloader_server.loading.tasks import Report, Task, indices_of
+from teleloader_server.loading.tasks import GroupReport, Task, indices_of
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import Lease, Pool, WorkerState
 from teleloader_shared import tracing
@@ -73,9 +73,9 @@ class BatchStream:
         """Wait for the next batch and return its frame, or raise the error that was passed to `end`."""
         return await self._engine._take(self)
 
-    def take_ready(self) -> ReadyFrame | None:
-        """Return the frame of the next batch if it is ready, else None."""
-        return None if self.exhausted else self._engine._take_ready(self)
+    def take_ready(self, nbytes: int) -> list[ReadyFrame]:
+        """Return the frames of the next batches that are ready, up to the frame with which they have `nbytes` bytes."""
+        return [] if self.exhausted else self._engine._take_ready(self, nbytes)
 
     async def linger(self, seconds: float) -> None:
         """Wait up to `seconds` for the last batch of the request."""
@@ -170,17 +170,16 @@ class Engine:
             self._dispatcher.close(pending)
 
     async def _take(self, stream: BatchStream) -> ReadyFrame:
-        frame = self._take_ready(stream)
-        if frame is not None:
-            return frame
-        stream.tally.waits()
-        try:
-            while frame is None:
-                await self._arrival(stream._pending.next, stream)
-                frame = self._take_ready(stream)
-        finally:
-            stream.tally.has_waited()
-        return frame
+        frames = self._take_ready(stream, 1)
+        if not frames:
+            stream.tally.waits()
+            try:
+                while not frames:
+                    await self._arrival(stream._pending.next, stream)
+                    frames = self._take_ready(stream, 1)
+            finally:
+                stream.tally.has_waited()
+        return frames[0]
 
     async def _arrival(self, k: int, stream: BatchStream) -> None:
         state = stream.consumer.state
@@ -198,17 +197,24 @@ class Engine:
                     del state.waiters[k]
                 raise
 
-    def _take_ready(self, stream: BatchStream) -> ReadyFrame | None:
-        pending = stream._pending
-        frame = pending.consumer.state.frame(pending.next)
-        if frame is None:
-            return None
-        if stream.trace is not None:
-            stream.trace.made(pending.next, frame.made)
-        stream.tally.sent(len(frame.raw))
-        self._dispatcher.sent(pending, time.monotonic())
-        self._decide_soon()
-        return frame
+    def _take_ready(self, stream: BatchStream, nbytes: int) -> list[ReadyFrame]:
+        pending, frames, size = stream._pending, [], 0
+        batches = pending.consumer.state.batches
+        for k in pending.unsent():
+            batch = batches.get(k)
+            if batch is None or batch.frame is None:
+                break
+            frames.append(batch.frame)
+            size += len(batch.frame.raw)
+            if stream.trace is not None:
+                stream.trace.made(k, batch.frame.made)
+            if size >= nbytes:
+                break
+        if frames:
+            stream.tally.sent(len(frames), size)
+            self._dispatcher.sent(pending, time.monotonic(), len(frames))
+            self._decide_soon()
+        return frames
 
     # -- events of the pool
 
@@ -222,17 +228,17 @@ class Engine:
         self._dispatcher.worker_removed(worker)
         self._decide_soon()
 
-    def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Store the frame of a computed batch, and wake the requests that wait for the batch."""
+    def tasks_done(self, worker: int, tasks: Sequence[Task], frames: Sequence[Lease], report: GroupReport) -> None:
+        """Store the frames of computed batches, and wake the requests that wait for one of them."""
         if self._end is not None:
             return
-        if report.failed:
-            with request_ids.on_behalf_of(self._request_for(task.batch_id)):
-                self.tally.computed(worker, task, lease, report)
-        else:
-            self.tally.computed(worker, task, lease, report)
-        made = Made(time.time_ns(), worker, report) if self._traces else None
-        self._dispatcher.finished(worker, task.batch_id, ReadyFrame(lease, report.failed, made), report.seconds)
+        with request_ids.on_behalf_of(self._request_for(tasks[-1].batch_id)) if report.failed else nullcontext():
+            self.tally.computed(worker, tasks, frames, report)
+        now, last = time.time_ns(), len(tasks) - 1
+        for place, (task, raw, *stages) in enumerate(zip(tasks, frames, *report.stages, strict=True)):
+            made = Made(now, worker, stages) if self._traces else None
+            frame = ReadyFrame(raw, report.failed and place == last, made)
+            self._dispatcher.finished(worker, task.batch_id, frame, sum(stages))
         self._decide_soon()
 
     def _request_for(self, batch_id: BatchId) -> str | None:
@@ -287,9 +293,12 @@ class Engine:
         if self._end is None:
             self._dispatcher.decide(self._submit)
 
-    def _submit(self, worker: int, batch: Batch) -> None:
-        loader, indices = batch.consumer.loader, batch.consumer.index_list(batch.batch_id.batch)
-        self.pool.submit(worker, Task(loader.spec, loader.length, batch.batch_id, indices))
+    def _submit(self, worker: int, batches: Sequence[Batch]) -> None:
+        consumer = batches[0].consumer
+        spec, length = consumer.loader.spec, consumer.loader.length
+        index_list = consumer.index_list if spec.order == "client" else lambda k: None
+        ids = [batch.batch_id for batch in batches]
+        self.pool.submit(worker, [Task(spec, length, each, index_list(each.batch)) for each in ids])
 
     def forget_idle(self) -> None:
         """Remove idle consumers, and up to `FORGOTTEN_TOGETHER` loaders that no consumer uses."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -141,10 +141,26 @@ class PendingRequest:
         self.started = max(self.started, self.sent)
         self.next = self.batches[self.sent] if self.sent < len(self.batches) else self.stop
 
+    def unsent(self) -> Iterator[int]:
+        """Iterate over the batches that were not sent, in order."""
+        return (self.batches[place] for place in range(self.sent, len(self.batches)))
+
     def distance(self, k: int) -> int | None:
         """Return the number of unsent batches before batch k, or None if batch k is not requested or was sent."""
         place = self.batches.place(k)
         return None if place is None or place < self.sent else place - self.sent
+
+    def stop_after(self, k: int, limit: int) -> int | None:
+        """Return the end of the range that contains batch k; None if batch k is not requested or was sent.
+
+        Args:
+            k: Batch number.
+            limit: Number of unsent batches to include at most.
+        """
+        place = self.batches.place(k)
+        if place is None or place < self.sent:
+            return None
+        return min(self.batches.range_of(k).stop, k + self.sent + limit - place)
 
     def first_missing(self, batches: dict[int, Batch], limit: int) -> int | None:
         """Return the first batch that is not started yet, or None if all within `limit` are started.
@@ -223,14 +239,27 @@ class Consumer:
             found = k - self.position
         return found
 
+    def startable_until(self, k: int, limit: int) -> int:
+        """Return the number after the last batch that may be started together with batch k, which is not started yet.
+
+        Args:
+            k: Batch number.
+            limit: Number of unsent batches of a request to include at most.
+        """
+        requested = next((s for p in self.requests if (s := p.stop_after(k, limit)) is not None), None)
+        if requested is not None:
+            return requested
+        return min((n for n in self.sent_beyond if n > k), default=self.ahead_stop)
+
     def index_list(self, k: int) -> bytes | None:
         """Return the index list of batch k from an open request, or None in seeded order (computed by workers)."""
         return next((p.indices[k] for p in self.requests if p.indices and k in p.indices), None)
 
     def wants(self, k: int) -> bool:
         """Return True if the consumer has requested batch k, or will request it later."""
-        ahead = k >= self.position and k not in self.sent_beyond
-        return ahead or any(pending.distance(k) is not None for pending in self.requests)
+        if k >= self.position and k not in self.sent_beyond:
+            return True
+        return any(pending.next <= k and pending.distance(k) is not None for pending in self.requests)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ Synchronous functions over plain state, as in `dispatcher`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from teleloader_server.dispatch.quotas import Memory, Quota
@@ -72,8 +72,8 @@ class Store:
 
     def finished(self, batch_id: BatchId, frame: ReadyFrame) -> Batch:
         """Set the frame of a computed batch, and wake the requests waiting for the batch."""
-        state = self._epochs[batch_id.loader, batch_id.epoch]
-        batch = state.batches[batch_id.batch]
+        batch = self.batch(batch_id)
+        state = batch.consumer.state
         self._resize(batch, len(frame.raw))
         batch.frame = frame
         for wake in state.waiters.pop(batch_id.batch, ()):
@@ -81,37 +81,35 @@ class Store:
         self.mark_unwanted(state, (batch_id.batch,))
         return batch
 
-    def sent(self, consumer: Consumer, k: int) -> None:
-        """Record that batch k was sent to a consumer."""
-        state = consumer.state
-        self.mark_unwanted(state, (k,))
-        batch = state.batches.get(k)
-        if batch is not None and batch.frame is not None and batch.frame.failed:
-            self._sent_failures[batch] = None
+    def sent(self, consumer: Consumer, numbers: Sequence[int]) -> None:
+        """Record that batches were sent to a consumer."""
+        batches = consumer.state.batches
+        self.mark_unwanted(consumer.state, numbers)
+        for k in numbers:
+            batch = batches.get(k)
+            if batch is not None and batch.frame is not None and batch.frame.failed:
+                self._sent_failures[batch] = None
 
     def remove(self, batch: Batch) -> None:
         """Remove a batch; it will be recomputed if a consumer wants it."""
-        batch_id = batch.batch_id
-        epoch = (batch_id.loader, batch_id.epoch)
-        state = self._epochs[epoch]
-        del state.batches[batch_id.batch]
+        k, epoch, state = batch.batch_id.batch, batch.consumer.epoch, batch.consumer.state
+        del state.batches[k]
         batch.frame = None  # releases the memory now, even if callers still refer to the batch
         self._resize(batch, 0)
         self._count -= 1
         for consumer in state.consumers:
             for pending in consumer.requests:
-                if (distance := pending.distance(batch_id.batch)) is not None:
+                if pending.next <= k and (distance := pending.distance(k)) is not None:
                     pending.started = min(pending.started, pending.sent + distance)
             # A batch before `ahead_start` was requested. Once its request is closed, it is not recomputed until it is
             # requested again: with a client-side sampler, only an open request contains its indices.
-            furthest = max((pending.stop for pending in consumer.requests), default=consumer.position)
-            if (
-                max(furthest, consumer.ahead_start) <= batch_id.batch < consumer.ahead_cursor
-                and consumer.distance(batch_id.batch) is not None
-            ):
-                consumer.ahead_cursor = batch_id.batch
-                self.active[consumer] = None
-        self._drop_empty(epoch)
+            if consumer.ahead_start <= k < consumer.ahead_cursor and consumer.distance(k) is not None:
+                furthest = max((pending.stop for pending in consumer.requests), default=consumer.position)
+                if furthest <= k:
+                    consumer.ahead_cursor = k
+                    self.active[consumer] = None
+        if not state.batches:
+            self._drop_empty(epoch)
 
     def release(self) -> None:
         """Remove all batches, and release their memory for other stores."""
@@ -181,7 +179,9 @@ class Store:
         """Mark ready batches that no consumer wants as unwanted."""
         for k in numbers:
             batch = state.batches.get(k)
-            if batch is not None and batch.frame is not None and not state.wants(k):
+            if batch is None or batch.frame is None or batch in self._unwanted:
+                continue
+            if not state.wants(k):
                 self._unwanted[batch] = None
 
     # -- eviction

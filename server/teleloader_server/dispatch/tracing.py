@@ -6,12 +6,11 @@ Workers create no spans: the stage times that they report for each batch suffice
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from teleloader_server.loading.stages import STAGES
-from teleloader_server.loading.tasks import Report
 from teleloader_shared import tracing
 
 if TYPE_CHECKING:
@@ -20,12 +19,13 @@ if TYPE_CHECKING:
 
 
 class Made(NamedTuple):
-    """Completion time, worker and report of a computed batch, for the spans of the batch."""
+    """Completion time, worker and stage times of a computed batch, for the spans of the batch."""
 
     when: int
-    """Time at which the batch was ready, from ``time.time_ns()``."""
+    """Time at which the batch was reported, from ``time.time_ns()``: up to 5 ms after the end of its computation."""
     worker: int
-    report: Report
+    stages: Sequence[float]
+    """Time of each stage in seconds."""
 
 
 class RequestTrace:
@@ -70,10 +70,10 @@ class RequestTrace:
             return
         attributes = {"teleloader.batch": k, "teleloader.worker": made.worker}
         make = tracing.tracer().start_span
-        began = made.when - round(1e9 * made.report.seconds)
+        began = made.when - round(1e9 * sum(made.stages))
         if began > self._began:
             make("teleloader queue", self._inside, start_time=self._began, attributes=attributes).end(began)
-        for stage, seconds in zip(STAGES, made.report.stages, strict=True):
+        for stage, seconds in zip(STAGES, made.stages, strict=True):
             ended = began + round(1e9 * seconds)
             make(f"teleloader {stage.name}", self._inside, start_time=began, attributes=attributes).end(ended)
             began = ended

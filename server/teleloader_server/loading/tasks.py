@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,11 @@ from teleloader_server.loading.datasets import HostedDataset
 from teleloader_shared.codec import MAX_INDICES, BatchId, FrameWriter
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
+
+GROUP_BYTES: Final = 256 * 1024
+"""Maximum size of a group, that is, of successive small batches that a worker computes and reports together."""
+GROUP_SECONDS: Final = 0.005
+"""Computing time in seconds after which a group ends, because its first batch waits for the last one."""
 
 Indices = NDArray[np.int64] | list[Any]
 """Indices of a batch's samples: an array in seeded order, or the items of a client-side sampler."""
@@ -30,19 +35,38 @@ class Task(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Worker report on a completed task: sample count, success and times."""
+    """Report on a completed task: sample count, success and times."""
 
     samples: int
     failed: bool
     stages: Sequence[float]
     """Time of each stage in seconds, in the order of `stages.STAGES`."""
-    cpu_wait: float = 0.0
+
+
+class GroupReport(NamedTuple):
+    """Worker report on one task, or on several small ones that it completed in succession."""
+
+    samples: Sequence[int]
+    """Number of samples of each batch."""
+    failed: bool
+    """True if the last batch failed; no other batch of a group did, because a failure ends the group."""
+    stages: Sequence[Sequence[float]]
+    """Times of each stage in seconds, one per batch; stages in the order of `stages.STAGES`."""
+    cpu_wait: float
     """Part of these times for which the worker was ready to run and had no CPU, in seconds."""
 
-    @property
-    def seconds(self) -> float:
-        """Total time of all stages in seconds."""
-        return sum(self.stages)
+    @classmethod
+    def of(cls, reports: Sequence[Report], cpu_wait: float) -> GroupReport:
+        """Combine the reports on successive batches."""
+        samples, failed, stages = zip(*reports, strict=True)
+        return cls(samples, failed[-1], list(zip(*stages, strict=True)), cpu_wait)
+
+    def without(self, places: Container[int]) -> GroupReport:
+        """Return the report without the batches at the given places."""
+        kept = [place for place in range(len(self.samples)) if place not in places]
+        stages = [[times[place] for place in kept] for times in self.stages]
+        is_last = len(self.samples) - 1 in kept
+        return GroupReport([self.samples[place] for place in kept], self.failed and is_last, stages, self.cpu_wait)
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:

@@ -177,14 +177,11 @@ async def ready_answer(
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
     """Wait for the next frame of a stream; return this frame and the frames after it that are ready within `LINGER`."""
-    frames = [(await stream.take()).raw]
-    size = len(frames[0])
-    if size < READY_BYTES and not stream.exhausted:
-        await stream.linger(LINGER)
-    while size < READY_BYTES and (frame := stream.take_ready()) is not None:
-        frames.append(frame.raw)
-        size += len(frame.raw)
-    return frames
+    first = (await stream.take()).raw
+    if len(first) >= READY_BYTES or stream.exhausted:
+        return [first]
+    await stream.linger(LINGER)
+    return [first, *(frame.raw for frame in stream.take_ready(READY_BYTES - len(first)))]
 
 
 def joined(frames: list[Lease], *, split: bool = False) -> Iterator[memoryview | bytes]:

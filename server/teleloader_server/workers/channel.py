@@ -104,7 +104,7 @@ class Channel:
         """Send all queued messages, then this message with its file descriptors, and wait until all are sent."""
         if fds:
             # descriptors are attached to the first byte of their message, so queued messages must be sent first
-            self._flush_all()
+            self.send_all()
             data = self._packer.pack(message)
             sent = 0
             while not sent:
@@ -118,9 +118,10 @@ class Channel:
                 self._unsent.append(memoryview(data)[sent:])
         else:
             self.put(message)
-        self._flush_all()
+        self.send_all()
 
-    def _flush_all(self) -> None:
+    def send_all(self) -> None:
+        """Send all queued messages, and wait until they are sent."""
         while not self.flush():
             self._await_writable()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import os
 import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -125,7 +126,8 @@ class WorkerHealth:
     ready: bool = False
     tasks: dict[int, Task] = field(default_factory=dict)
     """Submitted tasks that are not completed, by task ID in the order of submission."""
-    submitted: int = 0
+    room: int = sys.maxsize
+    """Number of further tasks that may be submitted before the worker is recycled (``max_batches_per_worker``)."""
     completed: int = 0
     recycling: bool = False
     """True if the worker gets no more tasks, and is replaced once its tasks are completed."""
@@ -183,8 +185,9 @@ class WorkerHealth:
         """
         if self.recycling:
             return None
-        if self.submitted == limits.max_batches_per_worker != 0:
-            return f"has reached the limit of {counted(self.submitted, 'batch', 'batches')} (--max-batches-per-worker)"
+        if not self.room:
+            count = counted(limits.max_batches_per_worker, "batch", "batches")
+            return f"has reached the limit of {count} (--max-batches-per-worker)"
         # a worker that is too large from the start must complete a task first: otherwise no task would ever complete
         if self.completed and 0 < limits.max_worker_memory < resident_bytes:
             return (

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final
@@ -15,7 +15,7 @@ from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import OwnRandomState
-from teleloader_server.loading.tasks import Report, Task
+from teleloader_server.loading.tasks import GroupReport, Task
 from teleloader_server.workers.blocking import run_blocking
 from teleloader_server.workers.health import Restarts, WorkerHealth
 from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
@@ -64,10 +64,11 @@ class InProcessPool:
         """Raise ValueError, because the pool has a single thread."""
         raise ValueError("the server loads in its own process (--num-workers 0)")
 
-    def submit(self, worker: int, task: Task) -> None:
-        """Queue a task for the pool's thread."""
-        self._pending[id(task)] = task
-        self._tasks.put(task)
+    def submit(self, worker: int, tasks: Sequence[Task]) -> None:
+        """Queue tasks for the pool's thread."""
+        for task in tasks:
+            self._pending[id(task)] = task
+            self._tasks.put(task)
 
     def take(self, worker: int, reason: str) -> None:
         """Do nothing, because a thread cannot be killed."""
@@ -126,10 +127,10 @@ class InProcessPool:
         before = cpu_wait.seconds()
         with self._random_state:
             frame, report = loading.frame(task)
-        report = report._replace(cpu_wait=cpu_wait.seconds() - before)
+        combined = GroupReport.of([report], cpu_wait.seconds() - before)
         self._current = None, 0.0
-        self._loop.call_soon_threadsafe(self._done, task, frame, report)
+        self._loop.call_soon_threadsafe(self._done, task, frame, combined)
 
-    def _done(self, task: Task, lease: Lease, report: Report) -> None:
+    def _done(self, task: Task, lease: Lease, report: GroupReport) -> None:
         del self._pending[id(task)]
-        self._listener.task_done(0, task, lease, report)
+        self._listener.tasks_done(0, [task], [lease], report)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_args
 
-from teleloader_server.loading.tasks import Report
+from teleloader_server.loading.tasks import GroupReport
 
 # -- server to fork server
 
@@ -101,16 +101,21 @@ class AddLoader(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Message to a worker: load a batch."""
+    """Message to a worker: load a group of batches of an epoch, in ascending order; most groups have one batch."""
 
     task_id: int
-    """ID of the task, ascending within the pool."""
+    """ID of the first batch's task. IDs ascend within the pool, and are consecutive within the group."""
     loader: str
     epoch: int
     batch: int
+    """Number of the first batch."""
+    batches: int
+    """Number of batches."""
+    step: int
+    """Difference between the numbers of successive batches."""
     indices: bytes | None
-    """Frame with the index list of a client-side sampler; None in seeded order. `Channel` does not copy the last field.
-    """
+    """Concatenated frames with the index list of each batch, for a client-side sampler; None in seeded order. `Channel`
+    does not copy the last field."""
 
 
 class ForgetLoader(NamedTuple):
@@ -170,22 +175,18 @@ class SlotRemoved(NamedTuple):
     slot: int
 
 
-class Result(NamedTuple):
-    """Result of a completed task."""
+class Done(NamedTuple):
+    """Message from a worker: one completed task, or several successive ones of a group."""
 
     task_id: int
-    frame: bytes | int
-    """Content of a small frame, or number of the slot that contains the frame."""
-    nbytes: int
-    report: Report
+    """ID of the first task; the others follow consecutively."""
+    frames: bytes | int
+    """Content of small frames, one after the other, or number of the slot that contains the frames."""
+    sizes: Sequence[int]
+    """Size of each frame in bytes."""
+    report: GroupReport
     reached: Sequence[Any] | None
     """`Reached` record of the pass, for a replacement of the worker; None for a map-style dataset."""
-
-
-class Done(NamedTuple):
-    """Message from a worker: results of one or more completed tasks."""
-
-    results: Sequence[Result]
 
 
 Message = (
@@ -208,7 +209,8 @@ def decode(encoded: Sequence[Any]) -> Message:
     if kind is not Done:
         message: Message = kind(*fields)
         return message
-    return Done([Result(id_, frame, n, Report(*report), reached) for id_, frame, n, report, reached in fields[0]])
+    task_id, frames, sizes, report, reached = fields
+    return Done(task_id, frames, sizes, GroupReport(*report), reached)
 
 
 # -- status file of a worker, in shared memory

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader_server.loading.tasks import Report, Task
+from teleloader_server.loading.tasks import GroupReport, Task
 from teleloader_server.workers.health import Restarts, WorkerExit, WorkerHealth
 from teleloader_shared.messages import DatasetInfo
 
@@ -30,8 +30,8 @@ class PoolListener(Protocol):
         While `health` has ``recycling`` or ``stalled`` set, no tasks may be submitted to the worker.
         """
 
-    def task_done(self, worker: int, task: Task, lease: Lease, report: Report) -> None:
-        """Handle a completed task; if the task failed, its frame contains the failure."""
+    def tasks_done(self, worker: int, tasks: Sequence[Task], frames: Sequence[Lease], report: GroupReport) -> None:
+        """Handle completed tasks with their frames; if the report is of a failure, the last frame contains it."""
 
     def no_worker_starts(self, reason: str) -> None:
         """Raise an error in waiting requests, because no worker starts; the pool continues to retry."""
@@ -90,8 +90,13 @@ class Pool(Protocol):
             OSError: If the machine lacks memory, processes or file descriptors; the pool has as many as could start.
         """
 
-    def submit(self, worker: int, task: Task) -> None:
-        """Submit a task to a ready worker, which computes its tasks in the order of submission."""
+    def submit(self, worker: int, tasks: Sequence[Task]) -> None:
+        """Submit a group of tasks to a ready worker, which computes its tasks in the order of submission.
+
+        Args:
+            worker: Worker ID.
+            tasks: Tasks of one epoch, with evenly spaced batch numbers, whose results may be reported together.
+        """
 
     def take(self, worker: int, reason: str) -> None:
         """Preempt a worker: kill its process, and start a replacement; do nothing in a pool with a thread.

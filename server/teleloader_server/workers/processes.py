@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-import itertools
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,7 +19,7 @@ import numpy as np
 
 from teleloader_server.config import ConfigError
 from teleloader_server.limits import Limits
-from teleloader_server.loading.tasks import Report, Task
+from teleloader_server.loading.tasks import Task
 from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Mapping as SlotMapping
 from teleloader_server.workers.channel import Channel
@@ -83,7 +83,8 @@ class ProcessPool:
         self._session = None if session is None else session.to_json()
         self._in_turn = session is not None and session.num_workers > 0
         self._places: dict[int, _Place] = {}
-        self._task_ids = itertools.count()
+        self._task_id = 0
+        """ID of the next task."""
         self._closing = False
         self._check_interval = check_interval(limits)
         self._inspections: set[asyncio.Task[None]] = set()
@@ -130,20 +131,24 @@ class ProcessPool:
             for place in self._places.values():
                 place.process.send(messages.PoolResized(self.num_workers, self._free_limit))
 
-    def submit(self, worker: int, task: Task) -> None:
-        """Send a task to a worker, preceded by the loader definition if the worker does not have it yet."""
+    def submit(self, worker: int, tasks: Sequence[Task]) -> None:
+        """Send a group of tasks to a worker, preceded by the loader definition if the worker does not have it yet."""
         process = self._places[worker].process
-        health, loader = process.health, task.batch_id.loader
-        task_id = next(self._task_ids)
+        first, health = tasks[0], process.health
+        task_id, self._task_id = self._task_id, self._task_id + len(tasks)
         if not health.tasks:
             health.progress(time.monotonic())
-        health.tasks[task_id] = task
-        health.submitted += 1
+        health.tasks.update(enumerate(tasks, task_id))
+        health.room -= len(tasks)
+        loader, epoch, batch = first.batch_id
         if loader not in process.loaders:
             process.loaders.add(loader)
-            process.send(messages.AddLoader(loader, task.spec.to_json(), task.length))
-        process.send(messages.Load(task_id, *task.batch_id, task.indices))
-        if self._limits.max_batches_per_worker:
+            process.send(messages.AddLoader(loader, first.spec.to_json(), first.length))
+        step = tasks[1].batch_id.batch - batch if len(tasks) > 1 else 1
+        lists = [task.indices for task in tasks if task.indices is not None]
+        indices = b"".join(lists) if len(lists) > 1 else next(iter(lists), None)
+        process.send(messages.Load(task_id, loader, epoch, batch, len(tasks), step, indices))
+        if not health.room:
             self._recycle_if_due(process, 0)
 
     def take(self, worker: int, reason: str) -> None:
@@ -241,6 +246,7 @@ class ProcessPool:
         with theirs:
             self._supervisor.current.channel.send(encode(message), [theirs.fileno()])
         process = WorkerHandle(number, channel)
+        process.health.room = limits.max_batches_per_worker or sys.maxsize
         self._loop.add_reader(channel, self._receive, process)
         return process
 
@@ -260,11 +266,10 @@ class ProcessPool:
 
     def _handle_message(self, process: WorkerHandle, message: messages.Message) -> None:
         match message:
-            case messages.Done(results):
-                process.health.completed += len(results)
+            case messages.Done():
+                process.health.completed += len(message.sizes)
                 self._progress(process)
-                for result in results:
-                    self._done(process, *result)
+                self._done(process, message)
             case messages.PassStarted(began):
                 self._places[process.number].began = began
             case messages.SlotCreated(slot, nbytes):
@@ -303,21 +308,26 @@ class ProcessPool:
         if process.health.recycling:
             self._loop.call_soon(self._recycle, process)
 
-    def _done(
-        self, process: WorkerHandle, task_id: int, frame: bytes | int, nbytes: int, report: Report,
-        reached: Sequence[Any] | None,
-    ) -> None:  # fmt: skip
-        task = process.health.tasks.pop(task_id, None)
-        if task is None:  # the task was revoked when the worker had just started it
-            if not isinstance(frame, bytes):
-                process.send(messages.FreeSlots([frame]))
-            return
-        if isinstance(frame, bytes):
-            lease = np.frombuffer(frame, np.uint8)
+    def _done(self, process: WorkerHandle, done: messages.Done) -> None:
+        task_id, content, sizes, report, reached = done
+        if isinstance(content, bytes):
+            lease = np.frombuffer(content, np.uint8)
         else:
-            lease = process.slots[frame].lease(nbytes, lambda: process.release(frame, self._loop))
-        self._places[process.number].reached = reached
-        self._listener.task_done(process.number, task, lease, report)
+            lease = process.slots[content].lease(sum(sizes), lambda: process.release(content, self._loop))
+        tasks, frames, revoked, end = [], [], [], 0
+        for place, size in enumerate(sizes):
+            task = process.health.tasks.pop(task_id + place, None)
+            if task is None:
+                revoked.append(place)
+            else:
+                tasks.append(task)
+                frames.append(lease[end : end + size])
+            end += size
+        if revoked:  # when the worker had just started them
+            report = report.without(revoked)
+        if tasks:
+            self._places[process.number].reached = reached
+            self._listener.tasks_done(process.number, tasks, frames, report)
 
     # -- health
 

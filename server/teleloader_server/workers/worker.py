@@ -18,9 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.passes import Began
 from teleloader_server.loading.pipeline import Loading
@@ -29,23 +26,21 @@ from teleloader_server.loading.replay import Reached
 from teleloader_server.loading.tasks import Task
 from teleloader_server.loading.worker_info import set_worker_info
 from teleloader_server.workers import messages
-from teleloader_server.workers.arena import Arena, Slot
+from teleloader_server.workers.arena import Arena
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.messages import CURRENT_TASK, REVOKED, STACK_SIGNAL, decode, encode
 from teleloader_server.workers.procfs import CpuWait
-from teleloader_shared.codec import BatchId
+from teleloader_server.workers.results import Results
+from teleloader_shared.codec import BatchId, frame_size
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import LoaderSpec
 
 REPORT_EVERY: Final = 0.002
-"""Seconds for which results are collected into one message."""
+"""Minimum seconds between two reports while further tasks are queued."""
 
 REPORT_LATEST: Final = 0.01
 """Maximum delay in seconds of a result while the next task is in progress."""
-
-INLINE_BYTES: Final = 32 * 1024
-"""Maximum size of frames that are sent through the channel, because copying them costs less than shared memory."""
 
 PROGRESS_EVERY: Final = 0.1
 """Minimum seconds between two `Progress` messages while batches are skipped."""
@@ -123,8 +118,9 @@ class Worker:
             lambda slot: self._send(messages.SlotRemoved(slot)),
         )
         self._loaders: dict[str, tuple[LoaderSpec, int]] = {}
-        self._tasks: deque[tuple[int, Task]] = deque()
-        self._finished: deque[messages.Result] = deque()
+        self._tasks: deque[tuple[int, Task, int]] = deque()
+        """ID of each task, the task, and the number of tasks of the same group after it."""
+        self._results = Results(self._arena, CpuWait().seconds)
         self._sending = threading.Lock()
         self._unreported = threading.Event()
         self._current: HostedDataset | None = None
@@ -132,9 +128,6 @@ class Worker:
         self._pid = os.getpid()
         self._last_progress_report = 0.0
         self._reported = 0.0
-        self._cpu_wait = CpuWait()
-        self._cpu_wait_before = 0.0
-        """Value of `_cpu_wait` when the last task ended, or when the worker received a task after it had none."""
 
     def run(self) -> None:
         """Process tasks until the server closes the channel.
@@ -150,18 +143,19 @@ class Worker:
         while True:
             if not self._tasks:
                 while not self._tasks:
-                    self._report()
+                    self._report(at_once=True)
                     self._receive()
-                self._cpu_wait_before = self._cpu_wait.seconds()
-            task_id, task = self._tasks.popleft()
+                self._results.resume()
+            task_id, task, following = self._tasks.popleft()
             if task_id <= REVOKED.unpack_from(self._status, CURRENT_TASK.size)[0]:
                 self._send(messages.Progress())
                 continue
             CURRENT_TASK.pack_into(self._status, 0, task_id)
-            self._work(task_id, task)
+            self._results.begin(task_id, following)
+            self._work(task)
             if time.monotonic() - self._reported > REPORT_EVERY:
-                self._report()
-            elif not self._unreported.is_set():  # set() takes a lock, is_set() does not
+                self._report(at_once=False)
+            if self._results.are_pending and not self._unreported.is_set():  # set() takes a lock, is_set() does not
                 self._unreported.set()
 
     def _share_status(self) -> None:
@@ -234,8 +228,8 @@ class Worker:
     def _receive(self) -> None:
         for message in map(decode, self._channel.receive()):
             match message:
-                case messages.Load(task_id, key, epoch, batch, indices):
-                    self._tasks.append((task_id, Task(*self._loaders[key], BatchId(key, epoch, batch), indices)))
+                case messages.Load():
+                    self._queue(message)
                 case messages.AddLoader(key, spec, length):
                     self._loaders[key] = (LoaderSpec.from_json(spec), length)
                 case messages.ForgetLoader(key):
@@ -249,32 +243,28 @@ class Worker:
                     for slot in slots:
                         self._arena.give_back(slot)
 
-    def _work(self, task_id: int, task: Task) -> None:
+    def _queue(self, load: messages.Load) -> None:
+        """Add the tasks of a group to the queue."""
+        task_id, key, epoch, batch, count, step, indices = load
+        spec, length = self._loaders[key]
+        for place in range(count):
+            listed = indices
+            if indices is not None and count > 1:
+                size = frame_size(indices)
+                listed, indices = indices[:size], indices[size:]
+            task = Task(spec, length, BatchId(key, epoch, batch + place * step), listed)
+            self._tasks.append((task_id + place, task, count - place - 1))
+
+    def _work(self, task: Task) -> None:
         hosted = self._hosted[task.spec.dataset]
         if hosted is not self._current:
             self._set_info(hosted)
-        placed: list[Slot | NDArray[np.uint8]] = []
-
-        def place(nbytes: int) -> NDArray[np.uint8]:
-            # a second call replaces the first buffer: for the failure frame of a batch that failed while it was written
-            for before in placed:
-                if isinstance(before, Slot):
-                    self._arena.give_back(before.number)
-            place = np.empty(nbytes, np.uint8) if nbytes <= INLINE_BYTES else self._arena.take(nbytes)
-            placed[:] = [place]
-            return place.memory if isinstance(place, Slot) else place
-
         failure = self._init_failures.get(task.spec.dataset)
         if failure is None:
-            nbytes, report = self._loading.load(task, place)
-            self._end_if_forked()
-            cpu_wait = self._cpu_wait.seconds()
-            report = report._replace(cpu_wait=cpu_wait - self._cpu_wait_before)
-            self._cpu_wait_before = cpu_wait
+            nbytes, report = self._loading.load(task, self._results.place)
         else:
-            nbytes, report = self._loading.fail(task, failure, place)
-        frame = placed[0].number if isinstance(placed[0], Slot) else placed[0].tobytes()
-        self._finished.append(messages.Result(task_id, frame, nbytes, report, self._loading.passes.reached))
+            nbytes, report = self._loading.fail(task, failure, self._results.place)
+        self._results.add(nbytes, report, self._loading.passes.reached)
 
     def close(self) -> None:
         """Release the resources of user code, as a torch worker does at exit.
@@ -308,16 +298,15 @@ class Worker:
             self._unreported.clear()
             time.sleep(REPORT_LATEST)
             if time.monotonic() - self._reported > REPORT_EVERY:
-                self._report()
+                self._report(at_once=True)
 
-    def _report(self) -> None:
+    def _report(self, *, at_once: bool) -> None:
+        self._end_if_forked()
         with self._sending:
             self._reported = time.monotonic()
-            finished = []
-            while self._finished:
-                finished.append(self._finished.popleft())
-            if finished:
-                self._channel.send(encode(messages.Done(finished)))
+            for done in self._results.take(at_once=at_once):
+                self._channel.put(encode(done))
+            self._channel.send_all()
 
     def _send(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
         with self._sending:
