@@ -21,13 +21,16 @@ Rules:
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Final
 
 from teleloader_server.dispatch.quotas import Memory, Quota, too_many
 from teleloader_server.dispatch.records import (
     Batch,
+    Candidate,
     Consumer,
     Epoch,
     Loader,
@@ -42,6 +45,7 @@ from teleloader_server.dispatch.worker_loads import WorkerLoads
 from teleloader_server.loading.tasks import GROUP_BYTES, GROUP_SECONDS, Task
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_shared.codec import BatchId
+from teleloader_shared.spec import MAX_EPOCH
 
 MAX_ATTEMPTS: Final = 3
 """Number of worker exits that a batch may cause before it is replaced by an error."""
@@ -59,6 +63,9 @@ LEAVE_SECONDS: Final = 10.0
 LOSS_SECONDS: Final = 1.0
 """Minimum worker time in seconds that is charged to a consumer if a worker exits while computing its batch."""
 
+
+_SERVED: Final = attrgetter("served")
+_NEXT: Final = attrgetter("next")
 
 Submit = Callable[[int, Sequence[Batch]], object]
 """Callback, called with the worker ID and each group of batches that the worker must compute."""
@@ -84,6 +91,7 @@ class Dispatcher:
         """Consumers by principal name, consumer name and epoch."""
         self._principal_shares: dict[str, PrincipalShare] = {}
         """Shares of the principals that have consumers, by principal name."""
+        self._tickets = itertools.count()
         self._level = 0.0
         """Served seconds of the principal for which a batch was started last; new principals start with this value."""
 
@@ -127,6 +135,7 @@ class Dispatcher:
         consumer.ahead_start = consumer.ahead_cursor = furthest
         consumer.ahead_stop = min(loader.batches, furthest + request.prefetch)
         self.store.active[consumer] = None
+        self._enqueue(consumer)
         return pending
 
     def sent(self, pending: PendingRequest, now: float, count: int = 1) -> None:
@@ -147,6 +156,7 @@ class Dispatcher:
         if position != consumer.position:
             self.store.move(consumer, position)
         self.store.sent(consumer, numbers)
+        self._enqueue(consumer)
 
     def close(self, pending: PendingRequest) -> None:
         """Close a request that is complete, or whose client disconnected."""
@@ -154,6 +164,7 @@ class Dispatcher:
         end = max(pending.started, min(pending.sent + 1, len(pending.batches)))
         left = [pending.batches[place] for place in range(pending.sent, end)]
         self.store.mark_unwanted(pending.consumer.state, left)
+        self._enqueue(pending.consumer)
 
     def forget_idle(self, now: float) -> list[Consumer]:
         """Remove and return the consumers that have been idle for `FORGET_AFTER` seconds.
@@ -191,6 +202,7 @@ class Dispatcher:
 
     def _forget(self, removed: list[Consumer]) -> None:
         for consumer in removed:
+            consumer.candidate = None
             quota = consumer.principal_share.quota
             del self._consumers[quota.name, consumer.name, consumer.epoch], quota.consumers[consumer]
         shares = (consumer.principal_share for consumer in self._consumers.values())
@@ -292,55 +304,89 @@ class Dispatcher:
 
     def decide(self, submit: Submit) -> None:
         """Start batches on available workers by calling `submit`; evict sent failures and excess cached batches."""
-        store = self.store
-        store.evict_sent_failures()
+        self.store.evict_sent_failures()
         self._start_batches(submit)
-        for consumer in [c for c in store.active if not c.requests and c.ahead_cursor >= c.ahead_stop]:
-            del store.active[consumer]
-        store.evict_cached()
+        self.store.evict_cached()
 
     def _start_batches(self, submit: Submit) -> None:
         """Start batches while workers are available, each for the principal with the least served time."""
-        if not self._in_turn and self._free_worker() is None:
-            return  # without examining the consumers, of which there may be hundreds
-        active: dict[PrincipalShare, list[Consumer]] = {}
-        for consumer in self.store.active:
-            active.setdefault(consumer.principal_share, []).append(consumer)
-        candidates = {principal_share: self._candidates(consumers) for principal_share, consumers in active.items()}
-        while candidates:
-            principal_share = min(candidates, key=lambda principal_share: principal_share.served)
-            candidate = next(candidates[principal_share], None)
-            if candidate is None:
-                del candidates[principal_share]
-                continue
-            urgency, consumer, k = candidate
-            batch_id = BatchId(*consumer.epoch, k)
-            worker = self._owner(batch_id) if self._in_turn else self._free_worker(batch_id)
-            if worker is None:
-                return  # otherwise the next principal could take the worker for which this one waits
+        rejected: list[Candidate] = []
+        while (found := self._next_start()) is not None:
+            candidate, urgency, batch_id, worker = found
+            consumer = candidate.consumer
+            principal_share = consumer.principal_share
+            heapq.heappop(principal_share.queue)
             level, before = principal_share.served, consumer.served
-            principal_share.was_started = self._start(worker, batch_id, consumer, urgency, submit)
-            if principal_share.was_started:
+            if self._start(worker, batch_id, consumer, urgency, submit):
                 self._level = max(self._level, level)
                 principal_share.level = max(principal_share.level, before)
+                consumer.candidate = None
+                self._enqueue(consumer)
+            else:
+                rejected.append(candidate)
+        for candidate in rejected:  # until the next decision
+            if candidate is candidate.consumer.candidate:
+                heapq.heappush(candidate.consumer.principal_share.queue, candidate)
 
-    def _candidates(self, consumers: list[Consumer]) -> Iterator[tuple[Urgency, Consumer, int]]:
-        """Yield the batches that a principal wants, by urgency, then by least served time of the consumer."""
-        for urgency in Urgency:
-            remaining = [
-                (consumer.served, place)
-                for place, consumer in enumerate(consumers)
-                if self._next(consumer, urgency) is not None
-            ]
-            heapq.heapify(remaining)
-            while remaining:
-                place = heapq.heappop(remaining)[1]
-                consumer = consumers[place]
-                k = self._next(consumer, urgency)
-                if k is not None:
-                    yield urgency, consumer, k
-                    if consumer.principal_share.was_started:
-                        heapq.heappush(remaining, (consumer.served, place))
+    def _next_start(self) -> tuple[Candidate, Urgency, BatchId, int] | None:
+        """Return the batch to start next, with its worker; None if no batch can be started now."""
+        worker = -1 if self._in_turn else self._free_worker()
+        if worker is None:
+            return None  # without examining the consumers
+        while self.store.reopened:
+            self._enqueue(self.store.reopened.popitem()[0])
+        while queued := [share for share in self._principal_shares.values() if share.queue]:
+            found = self._first_candidate(min(queued, key=_SERVED))
+            if found is None:
+                continue
+            candidate, urgency, k = found
+            batch_id = BatchId(*candidate.consumer.epoch, k)
+            if self._in_turn:
+                worker = self._owner(batch_id)
+            elif batch_id in self.store.deaths:
+                worker = self._free_worker(suspect=True)
+            # otherwise the next principal could take the worker for which this one waits
+            return None if worker is None else (candidate, urgency, batch_id, worker)
+        return None
+
+    def _enqueue(self, consumer: Consumer) -> None:
+        """Queue a consumer for its most urgent batch that is not started yet.
+
+        Must be called after each event that adds such a batch or makes it more urgent. All other changes are found when
+        the consumer is the first in its queue.
+        """
+        found = self._next(consumer)
+        if found is None:
+            consumer.candidate = None
+            if not consumer.requests:
+                self.store.active.pop(consumer, None)
+        elif consumer.candidate is None or consumer.candidate.rank != found[0].value:
+            principal_share = consumer.principal_share
+            consumer.candidate = Candidate(found[0].value, consumer.served, next(self._tickets), consumer)
+            heapq.heappush(principal_share.queue, consumer.candidate)
+            if len(principal_share.queue) > 2 * len(principal_share.quota.consumers) + 16:
+                principal_share.queue = [each for each in principal_share.queue if each is each.consumer.candidate]
+                heapq.heapify(principal_share.queue)
+
+    def _first_candidate(self, principal_share: PrincipalShare) -> tuple[Candidate, Urgency, int] | None:
+        """Return the first entry of a principal's queue with its batch, after outdated entries were replaced.
+
+        Returns None if the queue is empty.
+        """
+        queue = principal_share.queue
+        while queue:
+            first = queue[0]
+            consumer = first.consumer
+            if first is consumer.candidate:
+                found = self._next(consumer)
+                if found is not None and first.rank == found[0].value and first.served == consumer.served:
+                    return first, *found
+                consumer.candidate = None
+                heapq.heappop(queue)
+                self._enqueue(consumer)
+            else:
+                heapq.heappop(queue)
+        return None
 
     def _start(self, worker: int, batch_id: BatchId, consumer: Consumer, urgency: Urgency, submit: Submit) -> bool:
         loader, principal_share = consumer.loader, consumer.principal_share
@@ -372,9 +418,11 @@ class Dispatcher:
         alone = range(k, k + 1)
         if not loader.batch_seconds or not loader.batch_nbytes or batch_id in self.store.deaths:
             return alone
+        by_size = min(GROUP_SECONDS / loader.batch_seconds, GROUP_BYTES / loader.batch_nbytes)
+        if by_size < 2:
+            return alone
         health = self._loads.workers[worker]
         room = MAX_QUEUE if self._in_turn else _most_queued(loader.batch_seconds) + 1
-        by_size = min(GROUP_SECONDS / loader.batch_seconds, GROUP_BYTES / loader.batch_nbytes)
         most = min(by_size, health.room, room - len(health.tasks))
         stop = consumer.startable_until(k, MAX_REQUESTED)
         if not self._in_turn:  # leave batches to the workers that would otherwise be idle
@@ -386,65 +434,56 @@ class Dispatcher:
                 return range(k, number, step)
         return range(k, max(k + 1, min(stop, k + step * int(most))), step)
 
-    def _next(self, consumer: Consumer, urgency: Urgency) -> int | None:
-        """Return the consumer's first batch of this urgency that is not started yet, or None if all are started."""
+    def _next(self, consumer: Consumer) -> tuple[Urgency, int] | None:
+        """Return the consumer's most urgent batch that is not started yet, or None if all are started."""
         batches = consumer.state.batches
-        if self._in_turn and urgency is not Urgency.PREFETCHED:
-            return self._next_in_turn(consumer, urgency)
-        if urgency is Urgency.WAITING:
-            return next((p.next for p in consumer.requests if p.next < p.stop and p.next not in batches), None)
-        if urgency is Urgency.REQUESTED:
-            for pending in consumer.requests:
-                missing = pending.first_missing(batches, MAX_REQUESTED)
-                if missing is not None:
-                    return missing
-            return None
-        while consumer.ahead_cursor < consumer.ahead_stop and (
-            consumer.ahead_cursor in batches or consumer.distance(consumer.ahead_cursor) is None
-        ):
-            consumer.ahead_cursor += 1
-        return consumer.ahead_cursor if consumer.ahead_cursor < consumer.ahead_stop else None
-
-    def _next_in_turn(self, consumer: Consumer, urgency: Urgency) -> int | None:
-        """Return the first batch of all requests that is not started yet; None if its urgency differs from `urgency`.
-
-        Thus, no batch overtakes an earlier one.
-        """
-        batches = consumer.state.batches
-        for number, pending in enumerate(sorted(consumer.requests, key=lambda pending: pending.next)):
-            missing = pending.first_missing(batches, len(pending.batches))
-            if missing is not None:
-                is_awaited = number == 0 and missing == pending.next
-                return missing if is_awaited == (urgency is Urgency.WAITING) else None
-        return None
+        requested = None
+        # in turn, no batch may overtake an earlier one
+        limit = MAX_EPOCH if self._in_turn else MAX_REQUESTED
+        for number, pending in enumerate(sorted(consumer.requests, key=_NEXT) if self._in_turn else consumer.requests):
+            missing = pending.first_missing(batches, limit)
+            if missing is not None and missing == pending.next and not (self._in_turn and number):
+                return Urgency.WAITING, missing
+            if requested is None:
+                requested = missing
+        if requested is not None:
+            return Urgency.REQUESTED, requested
+        k = consumer.ahead_cursor
+        while k < consumer.ahead_stop and (k in batches or consumer.distance(k) is None):
+            k += 1
+        consumer.ahead_cursor = k
+        return (Urgency.PREFETCHED, k) if k < consumer.ahead_stop else None
 
     def _owner(self, batch_id: BatchId) -> int | None:
         """Return the worker that computes a batch in turn, or None if the batch must wait for it."""
-        owner, suspect = batch_id.batch % self._in_turn, batch_id in self.store.deaths
+        owner = batch_id.batch % self._in_turn
+        takes = self._takes_suspect if batch_id in self.store.deaths else self._takes
         health = self._loads.workers.get(owner)
-        is_available = health is not None and self._takes(health, suspect=suspect) and len(health.tasks) < MAX_QUEUE
+        is_available = health is not None and takes(health) and len(health.tasks) < MAX_QUEUE
         return owner if is_available else None
 
-    def _free_worker(self, batch_id: BatchId | None = None) -> int | None:
+    def _free_worker(self, *, suspect: bool = False) -> int | None:
         """Return the worker with the fewest batches, or None if a batch must wait until it has less work.
 
-        Args:
-            batch_id: A suspect batch, which may have caused a worker exit, requires a worker without other batches;
-                None for any other batch.
+        A suspect batch, which may have caused a worker exit, requires a worker without other batches.
         """
-        suspect = batch_id in self.store.deaths
-        worker = self._loads.least_busy(lambda health: self._takes(health, suspect=suspect))
+        worker = self._loads.least_busy(self._takes_suspect if suspect else self._takes)
         queue = {} if worker is None else self._loads.workers[worker].tasks
         if not queue:
             return worker
         seconds = self.store.batch(_last(queue)).consumer.loader.batch_seconds
         return worker if len(queue) <= _most_queued(seconds) else None
 
-    def _takes(self, health: WorkerHealth, *, suspect: bool) -> bool:
-        """Return True if a batch can be assigned to a worker."""
+    def _takes(self, health: WorkerHealth) -> bool:
+        """Return True if a batch that is not suspect can be assigned to a worker."""
         if health.recycling or health.stalled:
             return False
-        return not health.tasks or not (suspect or _last(health.tasks) in self.store.deaths)
+        deaths = self.store.deaths
+        return not deaths or not health.tasks or _last(health.tasks) not in deaths
+
+    def _takes_suspect(self, health: WorkerHealth) -> bool:
+        """Return True if a suspect batch can be assigned to a worker."""
+        return not health.tasks and self._takes(health)
 
     # -- preemption
 
@@ -468,7 +507,8 @@ class Dispatcher:
             return None
         served = {batch.consumer for batch in at.values()}
         for consumer in self.store.active:
-            if consumer in served or self._next(consumer, Urgency.WAITING) is None:
+            found = self._next(consumer)
+            if consumer in served or found is None or found[0] is not Urgency.WAITING:
                 continue
             owners = _owners(list(at.values()), consumer)
             most = max(owners, key=owners.count)

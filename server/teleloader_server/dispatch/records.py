@@ -188,8 +188,9 @@ class PrincipalShare:
     level: float = 0.0
     """Value of `served` of the consumer for which a batch was started last; new consumers start with this value."""
     scans_to_skip: int = 0
-    was_started: bool = False
-    """True if the last attempt to start a batch for the principal succeeded."""
+    queue: list[Candidate] = field(default_factory=list)
+    """Heap of the principal's consumers that may start a batch; an entry that is not the `candidate` of its consumer is
+    outdated."""
     is_capped: bool = False
     """True after preemption: the principal then leaves one worker to others."""
 
@@ -209,6 +210,8 @@ class Consumer:
     served: float
     """Worker time used for the consumer, in seconds."""
     last_seen: float
+    candidate: Candidate | None = None
+    """Entry in the queue of the principal; None if all batches are started."""
     sent_beyond: set[int] = field(default_factory=set)
     """Batches at or after `position` that were already sent, on another connection."""
     requests: list[PendingRequest] = field(default_factory=list)
@@ -260,6 +263,18 @@ class Consumer:
         if k >= self.position and k not in self.sent_beyond:
             return True
         return any(pending.next <= k and pending.distance(k) is not None for pending in self.requests)
+
+
+class Candidate(NamedTuple):
+    """Consumer in the queue of its principal, in the order of the first three fields."""
+
+    rank: int
+    """Value of the `Urgency` of the consumer's most urgent batch that was not started."""
+    served: float
+    """Value of `Consumer.served` when the entry was queued."""
+    ticket: int
+    """Number of the entry, so that the order is the order of events if all else is equal."""
+    consumer: Consumer
 
 
 @dataclass(slots=True)

@@ -53,6 +53,8 @@ class Store:
         """Memory of kept frames, and estimates for batches in progress, in bytes."""
         self.active: dict[Consumer, None] = {}
         """Consumers that may need a batch, so that decisions need not examine many idle consumers."""
+        self.reopened: dict[Consumer, None] = {}
+        """Consumers that want a batch again which was removed since the last decision."""
         self.deaths: dict[BatchId, int] = {}
         """Number of worker exits that each suspect batch caused with certainty; 0 if it only may have caused one."""
 
@@ -101,13 +103,14 @@ class Store:
             for pending in consumer.requests:
                 if pending.next <= k and (distance := pending.distance(k)) is not None:
                     pending.started = min(pending.started, pending.sent + distance)
+                    self.reopened[consumer] = None
             # A batch before `ahead_start` was requested. Once its request is closed, it is not recomputed until it is
             # requested again: with a client-side sampler, only an open request contains its indices.
             if consumer.ahead_start <= k < consumer.ahead_cursor and consumer.distance(k) is not None:
                 furthest = max((pending.stop for pending in consumer.requests), default=consumer.position)
                 if furthest <= k:
                     consumer.ahead_cursor = k
-                    self.active[consumer] = None
+                    self.active[consumer] = self.reopened[consumer] = None
         if not state.batches:
             self._drop_empty(epoch)
 
@@ -150,6 +153,7 @@ class Store:
         """Remove consumers, and mark batches that no other consumer wants as unwanted."""
         for consumer in consumers:
             self.active.pop(consumer, None)
+            self.reopened.pop(consumer, None)
             consumer.state.consumers.remove(consumer)
         # once for all of them: hundreds may be removed together, and this examines every batch
         for epoch in {consumer.epoch for consumer in consumers}:
