@@ -7,6 +7,8 @@ server without torch; tensors have their own.
 from __future__ import annotations
 
 import copy
+import enum
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -406,6 +408,12 @@ def test_a_column_of_two_kinds_is_what_torch_makes_of_it(torch_collate: Collate,
         assert got == wanted or (is_error(got) and got[0] is wanted[0])
 
 
+class Grade(enum.IntEnum):
+    """Subclass of int, as labels often are."""
+
+    GOOD = 3
+
+
 def is_error(found: Any) -> bool:
     """Return True if an outcome is an error."""
     return isinstance(found[0], type) and issubclass(found[0], Exception)
@@ -508,6 +516,75 @@ def test_a_batch_is_its_own() -> None:
     batch = default_collate([sample])
     sample[:] = 1
     assert not batch.any()
+
+
+def steps(collate: Collate, batch: list[Any]) -> int:
+    """Return the number of bytecode instructions that collating a batch and writing its arrays takes."""
+    count = 0
+
+    def trace(frame: types.FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # hypothesis has a callback there
+    sys.settrace(trace)
+    try:
+        collated = collate(batch)
+        if isinstance(collated, Stack | TensorStack):
+            written(collated)
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return count
+
+
+COMMON: dict[str, Callable[[int], Any]] = {
+    "array": lambda i: np.full(3, i, np.float32),
+    "array without dimensions": lambda i: np.array(i),
+    "memory-mapped array": lambda i: np.full(3, i).view(np.memmap),
+    "arrays of two types": lambda i: np.full(3, i, ("float32", "float64")[i % 2]),
+    "NumPy int": np.int64,
+    "NumPy float": np.float32,
+    "NumPy bool": lambda i: np.bool_(i % 2),
+    "int": int,
+    "float": float,
+    "bool": lambda i: i % 2 == 0,
+    "enum": lambda i: Grade.GOOD,
+    "int and float": lambda i: (1, 2.5)[i % 2],
+    "float and int": lambda i: (2.5, 1)[i % 2],
+    "int and NumPy int": lambda i: (1, np.int64(2))[i % 2],
+    "str": str,
+    "tuple": lambda i: (np.full(3, i), i),
+    "list": lambda i: [np.full(3, i), i],
+    "dict": lambda i: {"image": np.full(3, i), "label": np.int64(i), "weight": i / 2, "name": str(i)},
+    "namedtuple": lambda i: Point(np.full(3, i), i),
+    "nested": lambda i: {"a": (np.full(3, i), {"b": [i, (i / 2,)]})},
+}
+"""Samples of common types, as functions of their index."""
+
+
+@pytest.mark.parametrize("sample", [pytest.param(made, id=name) for name, made in COMMON.items()])
+def test_no_python_code_runs_per_sample(sample: Callable[[int], Any]) -> None:
+    """A hundred times as many samples take the same number of interpreter instructions."""
+    few, many = ([sample(i) for i in range(count)] for count in (10, 1000))
+    for collate in (default_collate, lazy_collate):
+        steps(collate, few)  # fills caches
+        assert steps(collate, many) == steps(collate, few)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "row"])
+def test_no_python_code_runs_per_tensor(shape: tuple[int, ...]) -> None:
+    """Torch tensors, with or without dimensions, are stacked without a Python loop as well."""
+    need("torch")
+    import torch
+
+    few, many = ([torch.zeros(shape)] * count for count in (10, 1000))
+    for collate in (default_collate, lazy_collate):
+        steps(collate, few)
+        assert steps(collate, many) == steps(collate, few)
 
 
 # --- default_convert ----------------------------------------------------------------------------------------------

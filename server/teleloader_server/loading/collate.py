@@ -2,7 +2,8 @@
 
 Containers, dtypes and error messages are the same as in ``torch.utils.data.default_collate`` (2.13). Arrays are stacked
 lazily: a `Stack` knows its shape and dtype, and writes its arrays once a buffer is available (in a worker, shared
-memory).
+memory). No Python code runs per sample of a common type, because a batch may have many small samples: columns are
+examined with `map`, `set` and `zip`, and Python loops run per field or per type.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from functools import reduce
-from operator import attrgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -34,6 +35,12 @@ _TORCH_NAMES: Final = {
 }  # fmt: skip
 """Names of dtypes in torch's error messages about type promotion."""
 
+_DTYPES: Final[dict[type, np.dtype[Any]]] = {
+    **{np.dtype(name).type: np.dtype(name) for name in dtypes.NUMPY},
+    bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.float64),
+}  # fmt: skip
+"""Dtypes of columns whose numbers all have the same type."""
+
 _KEEP_WHAT_THEY_HOLD: Final = (dict, OrderedDict, defaultdict, list, tuple, deque)
 """Containers that only store their items, and may therefore contain `Stack` objects; other types may compute with their
 items, and get arrays.
@@ -46,24 +53,23 @@ class Stack:
     kind = "tensor"
 
     def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
-        # no Python code per array, because there may be many small samples; a dict keeps the order of the dtypes
         types = dict.fromkeys(map(attrgetter("dtype"), arrays))
         for dtype in types:
             _check_is_numeric(dtype)
-        shapes = list(map(attrgetter("shape"), arrays))
-        if len(set(shapes)) > 1:
-            entry = next(entry for entry, shape in enumerate(shapes) if shape != shapes[0])
+        shape = arrays[0].shape
+        if len(set(map(attrgetter("shape"), arrays))) > 1:
+            entry, other = next((k, array.shape) for k, array in enumerate(arrays) if array.shape != shape)
             raise RuntimeError(
-                f"stack expects each tensor to be equal size, but got {list(shapes[0])} at entry 0 "
-                f"and {list(shapes[entry])} at entry {entry}"
+                f"stack expects each tensor to be equal size, but got {list(shape)} at entry 0 "
+                f"and {list(other)} at entry {entry}"
             )
-        dtype = arrays[0].dtype
+        dtype = _promoted(types)
         if len(types) > 1:
-            dtype = _promoted(array.dtype for array in arrays)
             with np.errstate(over="ignore"):  # torch converts large numbers to infinity without a warning
-                arrays = [array.astype(dtype, copy=False) for array in arrays]
+                arrays = list(map(methodcaller("astype", dtype, copy=False), arrays))
         self._arrays = arrays
-        self.shape = (len(arrays), *shapes[0])
+        self._dtype = dtype
+        self.shape = (len(arrays), *shape)
         self.dtype_name = dtypes.name_of(dtype)
 
     def write(self, out: NDArray[Any]) -> None:
@@ -78,7 +84,9 @@ class Stack:
 
     def materialize(self) -> Tensor:
         """Stack the arrays into a new array."""
-        return np.stack(self._arrays).view(Tensor)
+        stacked = np.empty(self.shape, self._dtype.newbyteorder("="))
+        self.write(dtypes.bits_of(stacked))
+        return stacked.view(Tensor)
 
 
 class TensorStack:
@@ -88,7 +96,7 @@ class TensorStack:
 
     def __init__(self, torch: Any, tensors: Sequence[Any]) -> None:
         self._torch = torch
-        self._tensors = [tensor.detach() for tensor in tensors]
+        self._tensors = tensors
         self.dtype_name = str(tensors[0].dtype).removeprefix("torch.")
         self.shape = (len(tensors), *tensors[0].shape)
 
@@ -97,7 +105,8 @@ class TensorStack:
         target = self._torch.from_numpy(out)
         if self.dtype_name in dtypes.EXTENDED:
             target = target.view(getattr(self._torch, self.dtype_name))
-        self._torch.stack(self._tensors, out=target)
+        with self._torch.no_grad():  # tensors that require gradients cannot be written to `out` otherwise
+            self._torch.stack(self._tensors, out=target)
 
 
 def default_collate(samples: Sequence[Any]) -> Any:
@@ -209,10 +218,16 @@ def _registered(kind: type, value: Any) -> Callable[[Sequence[Any]], Any] | None
 def _collate_numbers(samples: Sequence[Any], torch: Any, stacking: _Stacking) -> Any:
     first = samples[0]
     kinds = set(map(type, samples))
+    dtype = _DTYPES.get(type(first)) if len(kinds) == 1 else None
+    if dtype is not None:
+        return _array(samples, dtype)
     if torch is not None and any(issubclass(kind, torch.Tensor) for kind in kinds):
         return torch.utils.data.default_collate(list(samples))
     if isinstance(first, np.ndarray):
-        return stacking.arrays(samples if kinds == {np.ndarray} else list(map(_as_array, samples)))
+        if kinds != {np.ndarray}:
+            are_numpys = all(issubclass(kind, np.ndarray | np.generic) for kind in kinds)
+            samples = list(map(np.asarray if are_numpys else _as_array, samples))
+        return stacking.arrays(samples)
     return _floats(samples) if isinstance(first, float) and not isinstance(first, np.generic) else _numbers(samples)
 
 
@@ -224,41 +239,37 @@ def _collate_container(samples: Sequence[Any], stacking: _Stacking) -> Any:
     if kind not in _KEEP_WHAT_THEY_HOLD and not (is_namedtuple and kind.__bases__ == (tuple,)):
         stacking = _NOW
     if isinstance(first, Mapping):
-        return _like_mapping(first, {key: _collate([sample[key] for sample in samples], stacking) for key in first})
+        return _like_mapping(first, {key: _collate(list(map(itemgetter(key), samples)), stacking) for key in first})
     if is_namedtuple:
         return kind(*(_collate(column, stacking) for column in zip(*samples, strict=False)))
-    if any(len(sample) != len(first) for sample in samples):
+    if not all(map(len(first).__eq__, map(len, samples))):
         raise RuntimeError("each element in list of batch should be of equal size")
     columns = [_collate(column, stacking) for column in zip(*samples, strict=True)]
     return columns if isinstance(first, tuple) else _like_sequence(first, columns)
 
 
-def _plain_stack(torch: Any, tensors: Sequence[Any]) -> Any:
-    stacked = _stack_tensors(torch, tensors)
-    return torch.stack(list(tensors)) if isinstance(stacked, TensorStack) else stacked
-
-
-def _stack_tensors(torch: Any, tensors: Sequence[Any]) -> Any:
+def _stack_now(torch: Any, tensors: Sequence[Any]) -> Any:
     first = tensors[0]
     if first.is_nested:
         raise RuntimeError(_UNSUPPORTED_TENSORS.format("nested"))
     if "sparse" in str(first.layout):
         raise RuntimeError(_UNSUPPORTED_TENSORS.format("sparse"))
-    plain = all(
-        isinstance(tensor, torch.Tensor)
-        and not tensor.is_nested
-        and tensor.shape == first.shape
-        and tensor.dtype == first.dtype
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        for tensor in tensors
-    )
-    # torch itself promotes or rejects all other cases
-    return TensorStack(torch, tensors) if plain else torch.stack(list(tensors))
+    return torch.stack(list(tensors))
 
 
-_NOW: Final = _Stacking(lambda arrays: Stack(arrays).materialize(), _plain_stack)
-_LATER: Final = _Stacking(Stack, _stack_tensors)
+def _stack_later(torch: Any, tensors: Sequence[Any]) -> Any:
+    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, tensors))):
+        plain = {(tensors[0].dtype, torch.strided, True, False)}
+        # shapes last, because nested tensors have none
+        if set(map(_STORAGE, tensors)) == plain and len(set(map(attrgetter("shape"), tensors))) == 1:
+            return TensorStack(torch, tensors)
+    return _stack_now(torch, tensors)  # torch itself promotes or rejects all other cases
+
+
+_STORAGE: Final = attrgetter("dtype", "layout", "is_cpu", "is_nested")
+
+_NOW: Final = _Stacking(lambda arrays: Stack(arrays).materialize(), _stack_now)
+_LATER: Final = _Stacking(Stack, _stack_later)
 
 
 def _as_array(value: Any) -> NDArray[Any]:
@@ -273,12 +284,13 @@ def _check_is_numeric(dtype: np.dtype[Any]) -> None:
 def _array_of(value: Any) -> NDArray[Any]:
     """Convert Python numbers, or a list of them, to an array of the dtype that torch infers."""
     numbers = np.array(value, dtype=object)
-    return numbers.astype(_promoted(map(_type_of_number, numbers.flat)) if numbers.size else np.float32)
+    dtype = _promoted(map(_type_of_number, numbers.flat)) if numbers.size else np.dtype(np.float32)
+    return numbers.astype(dtype)
 
 
 def _floats(column: Sequence[Any]) -> Tensor:
     """Convert numbers, the first of which is a Python float, to a float64 array, as torch does."""
-    for number in column:
+    for number in _representatives(column):
         if isinstance(number, np.ndarray) and number.ndim:
             raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
         if isinstance(number, str | bytes) or (not hasattr(number, "__float__") and not hasattr(number, "__index__")):
@@ -288,21 +300,29 @@ def _floats(column: Sequence[Any]) -> Tensor:
 
 def _numbers(column: Sequence[Any]) -> Tensor:
     """Convert Python and NumPy numbers to an array of the dtype that torch infers."""
-    kinds = set(map(type, column))
-    if kinds == {bool}:
-        return np.array(column, np.bool_).view(Tensor)
-    if kinds == {int}:
-        try:
-            return np.array(column, np.int64).view(Tensor)
-        except OverflowError:
-            raise ValueError(
-                "Overflow when unpacking long long"
-            ) from None  # torch's message, like all messages in this module
-    dtype = _promoted({_type_of_number(number): None for number in column})
-    if dtype == np.int64 and any(type(number) is int and not -(2**63) <= number < 2**63 for number in column):
-        raise ValueError("Overflow when unpacking long long")
+    dtype = _promoted(list(map(_type_of_number, _representatives(column))))
+    if dtype == np.int64:
+        return _array(column, dtype)
     with np.errstate(over="ignore"):
         return np.array(column).astype(dtype).view(Tensor)
+
+
+def _array(column: Sequence[Any] | NDArray[Any], dtype: np.dtype[Any]) -> Tensor:
+    try:
+        return np.array(column, dtype).view(Tensor)
+    except OverflowError:
+        raise ValueError(
+            "Overflow when unpacking long long"
+        ) from None  # torch's message, like all messages in this module
+
+
+def _representatives(column: Sequence[Any]) -> Collection[Any]:
+    """Return one value of each type, in order of first occurrence, or all values if NumPy arrays are among them.
+
+    The dtype of a number depends on its type alone, while that of an array does not.
+    """
+    found = dict(zip(map(type, column), column, strict=True))
+    return column if any(issubclass(kind, np.ndarray) for kind in found) else found.values()
 
 
 def _type_of_number(number: Any) -> np.dtype[Any]:
