@@ -414,6 +414,51 @@ class Grade(enum.IntEnum):
     GOOD = 3
 
 
+class Celsius(float):
+    """Subclass of float."""
+
+
+class Marked(np.ndarray[Any, Any]):
+    """Subclass of NumPy's array."""
+
+
+def numbers() -> Samples:
+    """Return a strategy for numbers and zero-dimensional arrays that one column may mix.
+
+    Except for bool, which torch rejects beside arrays.
+    """
+    names = ("int8", "int32", "int64", "uint8", "uint16", "float16", "float32", "float64", "complex64")
+    dtype = st.sampled_from([np.dtype(name) for name in names])
+    points = dtype.flatmap(lambda kind: hnp.arrays(kind, ()))
+    floats = small_floats | st.sampled_from([float("nan"), float("inf"), -0.0, 1e300])
+    others = st.sampled_from([np.longlong(5), Grade.GOOD, Celsius(21.5)])
+    subclasses = points.map(lambda array: array.view(Marked))
+    return int64s | floats | dtype.flatmap(hnp.from_dtype) | points | subclasses | others
+
+
+outliers = st.sampled_from([2**63, -(2**63) - 1, 2**64, 2**70, 10**400, None, "1", b"1", [1], np.str_("a"), 1j, True])
+"""Values that are not numbers of 64 bits."""
+
+
+@settings(fixed, max_examples=examples(500))
+@given(batch=st.lists(numbers(), min_size=2, max_size=6) | st.tuples(numbers(), numbers() | outliers).map(list))
+@example(batch=[Grade.GOOD, Grade.GOOD])
+@example(batch=[Celsius(1), Celsius(2.5)])
+@example(batch=[np.longlong(5), np.longlong(6)])
+@example(batch=[np.float64(1), 2.5, np.float64(3)])
+@example(batch=[True, 5, 2**63])
+@example(batch=[2.5, np.array(1j)])
+@example(batch=[np.array(1), 2**63])
+def test_a_column_of_many_kinds_is_what_torch_makes_of_it(torch_collate: Collate, batch: list[Any]) -> None:
+    """Dtype and numbers are torch's for any mixture of types, or the error has torch's type."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # both warn of complex numbers beside floats, and torch of lists of arrays
+        wanted = outcome(torch_collate, batch)
+        for collate in (default_collate, lazy_collate):
+            got = outcome(collate, batch)
+            assert got == wanted or (is_error(got) and got[0] is wanted[0])
+
+
 def is_error(found: Any) -> bool:
     """Return True if an outcome is an error."""
     return isinstance(found[0], type) and issubclass(found[0], Exception)
@@ -427,6 +472,8 @@ NO_NUMBERS: dict[str, list[Any]] = {
     "digits after float": [1.0, "2.5"],
     "none after float": [1.0, None],
     "none after NumPy number": [np.int64(1), None],
+    "array of none after float": [1.0, np.array(None)],
+    "date after float": [1.0, np.datetime64("2020")],
     "too large": [2**63],
     "too small": [0, -(2**63) - 1],
     "none in a namedtuple": [Point(1, 2), Point(None, 2)],

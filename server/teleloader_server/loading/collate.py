@@ -285,7 +285,8 @@ def _array_of(value: Any) -> NDArray[Any]:
     """Convert Python numbers, or a list of them, to an array of the dtype that torch infers."""
     numbers = np.array(value, dtype=object)
     dtype = _promoted(map(_type_of_number, numbers.flat)) if numbers.size else np.dtype(np.float32)
-    return numbers.astype(dtype)
+    with np.errstate(over="ignore"):
+        return _array(numbers, dtype)
 
 
 def _floats(column: Sequence[Any]) -> Tensor:
@@ -295,6 +296,8 @@ def _floats(column: Sequence[Any]) -> Tensor:
             raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
         if isinstance(number, str | bytes) or (not hasattr(number, "__float__") and not hasattr(number, "__index__")):
             raise TypeError(f"must be real number, not {type(number).__name__}")
+        if isinstance(number, np.ndarray | np.generic):
+            float(number)  # rejects what np.array would convert: dates, None, and the real part of complex arrays
     return np.array(column, np.float64).view(Tensor)
 
 
