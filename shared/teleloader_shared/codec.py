@@ -2,7 +2,9 @@
 
 Encoding takes two steps, so that a worker can collate directly into shared memory: `FrameWriter` computes the frame's
 size before it copies any element, and `FrameWriter.write` fills a buffer of that size. Decoding creates views of the
-`Memory` that holds the frame; an array is copied only if a view of it would keep much more memory alive.
+`Memory` that holds the frame; an array is copied only if a view of it would keep much more memory alive. Small frames
+of a response usually differ only in their arrays, so `read_all` parses one header, compares the others with it as rows
+of one array, and creates the arrays of many frames in one step.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import importlib
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -23,7 +26,7 @@ from teleloader_shared import dtypes
 from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, TeleloaderError
 from teleloader_shared.spec import Compression
 from teleloader_shared.text import short
-from teleloader_shared.tree import ArrayLeaf, Leaf, flatten, unflatten
+from teleloader_shared.tree import ArrayLeaf, Leaf, flatten, is_columnar, unflatten, unflatten_columns
 
 MAGIC: Final = b"TLF1"
 ALIGNMENT: Final = 64
@@ -54,6 +57,15 @@ _VIEW_SHARE: Final = 64
 in memory."""
 _SMALL_FRAME: Final = 64 * 1024
 """Arrays of frames up to this size, in bytes, are never copied: the copy would cost more than the memory it frees."""
+_RUN_BYTES: Final = 256 * 1024
+"""Maximum total size of the small frames that are decoded together, and share the memory that an array keeps alive."""
+_COMPARED_BYTES: Final = 2**21
+"""Maximum total size of the frames whose headers are compared at once."""
+_DIGEST: Final = slice(21, 29)
+"""Position of the checksum in the prologue."""
+_BATCH_KEYS: Final = {"loader", "epoch", "batch", "padding", "tree"}
+"""Header fields of a batch without a shard state and compression."""
+_FIXMAP, _MAX_FIXINT = 0x80, 0x7F
 
 
 class Memory(Protocol):
@@ -71,9 +83,9 @@ class Memory(Protocol):
         """Allocate `nbytes` bytes of additional memory, for copied or decompressed arrays."""
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return memory whose `data` is exactly the frame of `nbytes` bytes at offset `start`.
+        """Return memory whose `data` is exactly the `nbytes` bytes at offset `start`: one frame, or several small ones.
 
-        The result may be this memory, if the frame fills it, or a copy of the frame.
+        The result may be this memory, if these bytes fill it, or a copy.
         """
 
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
@@ -87,6 +99,13 @@ class Memory(Protocol):
 
         Raises:
             ValueError, OverflowError, RuntimeError: If NumPy or torch cannot create an array of that shape.
+        """
+
+    def leaves(self, offsets: range, dtype_name: str, shape: tuple[int, ...], kind: str) -> list[Any]:
+        """Return the arrays or tensors at several byte offsets; all have the same type and shape, see `leaf`.
+
+        An in-place change of one tensor must not change the version counters of the others, or autograd would reject
+        the tensors of other batches that a model saved for its backward pass.
         """
 
 
@@ -107,7 +126,7 @@ class Bits:
         return type(self)(np.empty(nbytes, np.uint8))
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Return this memory if the frame fills it, else a copy, so that arrays do not keep adjacent frames alive."""
+        """Return this memory if the bytes fill it, else a copy, so that arrays do not keep the rest of it alive."""
         if nbytes == len(self.data):
             return self
         memory = self.allocate(nbytes)
@@ -117,6 +136,10 @@ class Bits:
     def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
         """Return an array that views this memory, with the NumPy type that stores the bits of `dtype_name`."""
         return np.ndarray(shape, dtypes.storage(dtype_name), self.data, offset)
+
+    def leaves(self, offsets: range, dtype_name: str, shape: tuple[int, ...], kind: str) -> list[Any]:
+        """Return the array at each offset."""
+        return [self.leaf(offset, dtype_name, shape, kind) for offset in offsets]
 
 
 class BatchId(NamedTuple):
@@ -341,9 +364,25 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterat
     """
     start, end = 0, len(memory.data)
     raw, max_header = memory.data.data, _header_limit(max_bytes)
+    layout: _Layout | None = None
+    is_regular = True
     while start < end:
+        if layout is not None:
+            for frame in layout.read(memory, start):
+                start += frame.nbytes
+                yield frame
+            if start == end:
+                return
         envelope = open_frame(raw, start, max_header)
-        yield _decode(memory.frame(start, envelope.size), envelope, max_bytes)
+        frame = _decode(memory.frame(start, envelope.size), envelope, max_bytes)
+        yield frame
+        # where layouts alternate, the attempts would cost more than they save
+        is_regular = is_regular and (layout is None or layout.is_used)
+        if is_regular and envelope.size <= min(_SMALL_FRAME, (end - start) // 3):
+            layout = _layout(frame, envelope, memory.data[start : start + envelope.size])
+            is_regular = layout is not None
+        else:
+            layout = None
         start += envelope.size
 
 
@@ -382,6 +421,119 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
     if shard_state is not None and not isinstance(shard_state, str):
         raise ProtocolError(f"invalid frame: shard_state must be a string, got {short(shard_state)}")
     return Frame(batch_id, content, padding, size, shard_state, size + HEADER_COST * header_size + segments.unpacked)
+
+
+class _Array(NamedTuple):
+    """Position and type of an array in a frame; the fields are those of `Memory.leaf`."""
+
+    offset: int
+    dtype_name: str
+    shape: tuple[int, ...]
+    kind: str
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Decoder of frames that differ from a valid frame only in batch number, checksum and elements of arrays."""
+
+    frame: Frame
+    """The valid frame."""
+    tree: Any
+    arrays: list[_Array]
+    constant: list[tuple[slice, NDArray[np.uint8]]]
+    """Bytes that are equal in all frames, by position: those that the decoder checks are among them."""
+    number: slice
+    """Position of the batch number, a big-endian unsigned integer."""
+    has_checksum: bool
+    is_used: bool = False
+    """True if frames with this layout have been decoded."""
+
+    def read(self, memory: Memory, start: int) -> Iterator[Frame]:
+        """Decode the frames at offset `start` that have this layout, up to the first frame with an invalid checksum.
+
+        Other frames are left to the general decoder, which raises the error of an invalid one.
+        """
+        size = self.frame.nbytes
+        count = min(_COMPARED_BYTES, len(memory.data) - start) // size
+        rows = memory.data[start : start + count * size].reshape(count, size)
+        equal = np.ones(count, np.bool_)
+        if self.frame.batch_id.batch <= _MAX_FIXINT:  # no type byte that could be compared, or a negative number
+            equal = rows[:, self.number.start] <= _MAX_FIXINT
+        for where, expected in self.constant:
+            equal &= (rows[:, where] == expected).all(axis=1)
+        count = count if equal.all() else int(equal.argmin())
+        numbers = iter(_integers(rows[:count, self.number]))
+        checksums = _integers(rows[:count, _DIGEST]) if self.has_checksum else None
+        limit = max(1, _RUN_BYTES // size)
+        for first in range(0, count, limit):
+            length = min(limit, count - first)
+            if checksums is not None:
+                length = _valid(memory.data.data, start, size, checksums[first : first + length])
+            if length:
+                self.is_used = True
+                yield from self._run(memory.frame(start, length * size), length, numbers)
+            if length < limit:
+                return
+            start += length * size
+
+    def _run(self, memory: Memory, count: int, numbers: Iterator[int]) -> Iterator[Frame]:
+        """Return the `count` frames that fill `memory`."""
+        (loader, epoch, _), _, padding, size, _, cost = self.frame
+        columns = [
+            memory.leaves(range(offset, offset + count * size, size), dtype_name, shape, kind)
+            for offset, dtype_name, shape, kind in self.arrays
+        ]
+        for content in unflatten_columns(self.tree, columns, count):
+            yield Frame(BatchId(loader, epoch, next(numbers)), content, padding, size, None, cost)
+
+
+def _layout(frame: Frame, envelope: Envelope, data: NDArray[np.uint8]) -> _Layout | None:
+    """Return the layout of a valid frame with the bytes `data`; None if frames like it cannot be decoded together."""
+    header: dict[str, Any] = msgpack.unpackb(envelope.header)
+    # the batch number has a known position only in a header with these first fields and without duplicates
+    first = msgpack.packb({name: header[name] for name in ("loader", "epoch", "batch")})
+    if (
+        header.keys() != _BATCH_KEYS
+        or envelope.header[0] != _FIXMAP + len(header)
+        or envelope.header[1 : len(first)] != first[1:]
+        or not is_columnar(header["tree"])
+    ):
+        return None
+    number_end = PROLOGUE_SIZE + len(first)
+    # without the type byte, which integers above 127 have
+    number = slice(number_end - max(1, len(msgpack.packb(header["batch"])) - 1), number_end)
+    has_checksum = data[_DIGEST.start - 2] == _TRUE
+    variable = [_DIGEST, number] if has_checksum else [number]
+    arrays: list[_Array] = []
+    end = PROLOGUE_SIZE + len(envelope.header)
+
+    def place(dtype_name: str, shape: tuple[int, ...], kind: str) -> None:
+        nonlocal end
+        start = _aligned(end + _BIN8_HEAD + _BIN32_HEAD)
+        arrays.append(_Array(start, dtype_name, shape, kind))
+        end = start + dtypes.storage(dtype_name).itemsize * prod(shape)
+        variable.append(slice(start, end))
+
+    unflatten(header["tree"], place)
+    constant = [slice(a.stop, b.start) for a, b in pairwise([slice(0), *variable, slice(len(data), None)])]
+    return _Layout(
+        frame, header["tree"], arrays, [(where, data[where].copy()) for where in constant], number, has_checksum
+    )
+
+
+def _valid(raw: memoryview, start: int, size: int, checksums: list[int]) -> int:
+    """Return the number of frames before the first one with an invalid checksum."""
+    for i, checksum in enumerate(checksums):
+        begin = start + i * size
+        if xxhash.xxh3_64_intdigest(raw[begin + PROLOGUE_SIZE : begin + size]) != checksum:
+            return i
+    return len(checksums)
+
+
+def _integers(rows: NDArray[np.uint8]) -> list[int]:
+    """Return the big-endian unsigned integer of each row."""
+    integers: list[int] = rows.copy().view(f">u{rows.shape[1]}").ravel().tolist()
+    return integers
 
 
 def _read_batch_id(header: Any) -> BatchId:

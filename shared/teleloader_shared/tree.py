@@ -9,11 +9,12 @@ from __future__ import annotations
 import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from functools import cached_property
 from inspect import getattr_static
+from itertools import repeat
 from typing import Any, Final, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
@@ -436,6 +437,49 @@ def _check_hashes(keys: list[Any]) -> None:
     """Reject keys with too many equal hashes, which would take quadratic time (hash flooding)."""
     if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
         raise ProtocolError(f"invalid frame: a dict or set has more than {MAX_SAME_HASH} keys with the same hash")
+
+
+def is_columnar(node: Any) -> bool:
+    """Return True if a valid tree consists of lists, tuples, dicts with string keys, arrays and msgpack values."""
+    if type(node) is list:
+        return all(map(is_columnar, node))
+    if type(node) is not dict:
+        return True
+    ((kind, content),) = node.items()
+    if kind == "dict":
+        return all(type(key) is str and is_columnar(value) for key, value in content)
+    return kind == "array" or (kind == "tuple" and is_columnar(content))
+
+
+def unflatten_columns(node: Any, columns: Iterable[Iterable[Any]], count: int) -> list[Any]:
+    """Reconstruct `count` batches with the same tree.
+
+    Args:
+        node: Valid tree for which `is_columnar` returns True.
+        columns: For each array of the tree, in order, the array in each batch.
+        count: Number of batches.
+    """
+    return list(_column(node, iter(columns), count))
+
+
+def _column(node: Any, columns: Iterator[Iterable[Any]], count: int) -> Iterable[Any]:
+    if type(node) is list:
+        return map(list, _tuples(node, columns, count))
+    if type(node) is not dict:
+        return repeat(node, count)
+    ((kind, content),) = node.items()
+    if kind == "array":
+        return next(columns)
+    if kind == "tuple":
+        return _tuples(content, columns, count)
+    keys = [key for key, _ in content]
+    return [dict(zip(keys, values, strict=True)) for values in _tuples([value for _, value in content], columns, count)]
+
+
+def _tuples(nodes: list[Any], columns: Iterator[Iterable[Any]], count: int) -> Iterable[tuple[Any, ...]]:
+    # created in order, because each takes its arrays from `columns`
+    values = [_column(node, columns, count) for node in nodes]
+    return zip(*values, strict=True) if values else repeat((), count)
 
 
 _DICT_OF: Final[dict[str, Callable[[list[tuple[Any, Any]]], Any]]] = {

@@ -81,6 +81,10 @@ def corpus() -> tuple[bytes, ...]:
         to_bytes(_ADDRESS, {}, max_bytes=2**20),
     ]
     frames += [frames[0] + frames[5], b"".join(frames[-4:])]
+    frames += [
+        b"".join(to_bytes(_ADDRESS._replace(batch=k), _batches()[0], checksum=checksum) for k in range(125, 131))
+        for checksum in (True, False)
+    ]
     vectors = Path(__file__).parent.parent / "shared" / "vectors"
     return (*frames, *(path.read_bytes() for path in sorted(vectors.glob("*.tlf"))))
 

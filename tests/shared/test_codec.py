@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import lz4.block
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from teleloader.tensors.memory import MarkedMemory
 from teleloader_shared import dtypes
 from teleloader_shared.codec import (
     ALIGNMENT,
@@ -37,8 +39,9 @@ from teleloader_shared.codec import (
     to_bytes,
 )
 from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, TeleloaderError
+from teleloader_shared.memory import NumpyMemory, TorchMemory
 from teleloader_shared.spec import Compression
-from teleloader_shared.tree import MAX_DEPTH, Tensor
+from teleloader_shared.tree import MAX_DEPTH, MAX_DIMENSIONS, Tensor
 from tests.conftest import examples, need
 from tests.shared.trees import KeptMemory, Point, arrays, assert_same, keep, trees
 
@@ -314,6 +317,214 @@ def test_a_body_that_ends_within_a_frame_is_refused() -> None:
         assert next(frames).nbytes == len(first)
         with pytest.raises(ProtocolError):
             next(frames)
+
+
+# --- Frames that are decoded together -----------------------------------------------------------------------------
+
+
+def numbered(batch: int, content: object, **how: Any) -> bytes:
+    """Return the frame of a batch number."""
+    return to_bytes(BATCH_ID._replace(batch=batch), content, **how)
+
+
+def one_by_one(body: NDArray[np.uint8]) -> Iterator[Frame]:
+    """Decode each frame as if it were the only one."""
+    while len(body):
+        size = frame_size(body[:PROLOGUE_SIZE].tobytes())
+        yield read(KeptMemory(body[:size]))
+        body = body[size:]
+
+
+def collected(read_frames: Callable[[], Iterator[Frame]]) -> tuple[list[Frame], type[Exception] | None]:
+    """Return all frames up to an invalid one, and the type of its error."""
+    found: list[Frame] = []
+    try:
+        for frame in read_frames():
+            found.append(frame)  # noqa: PERF402 - an exception would discard those of a list
+    except ProtocolError as error:
+        return found, type(error)
+    return found, None
+
+
+def assert_as_one_by_one(body: NDArray[np.uint8]) -> type[Exception] | None:
+    """Assert that frames in one body have the same content and errors as each alone; return the error's type."""
+    found, error = collected(lambda: read_all(KeptMemory(body)))
+    expected, expected_error = collected(lambda: one_by_one(body))
+    assert_same([tuple(frame) for frame in found], [tuple(frame) for frame in expected])
+    assert error is expected_error
+    return error
+
+
+layouts = st.sampled_from(
+    [
+        np.arange(5, dtype=np.float32),
+        np.arange(5, dtype=np.int32),
+        [np.arange(6.0).reshape(2, 3), np.int64(7)],
+        {"x": (np.arange(3), {}), "y": [np.array(5), None, "text"], "z": np.zeros((0, 3))},
+        ["only text", 1.5, (), []],
+        {np.float32(1): np.arange(2)},
+        {1: np.arange(2)},
+        Point(np.arange(3), 1),
+        {4, 5},
+        2**70,
+        FAILURE,
+        END,
+    ]
+)
+bodies = st.lists(
+    st.tuples(
+        layouts, st.sampled_from([0, 125, 254, 65_533, 2**32 - 3, 2**63]), st.integers(1, 9),
+        st.fixed_dictionaries(
+            {"checksum": st.booleans()},
+            optional={"padding": st.just(1), "shard_state": st.just("s"), "compression": st.just("lz4")},
+        ),
+    ),
+    min_size=1, max_size=4,
+).map(lambda runs: bytearray(
+    b"".join(numbered(start + k, content, **how) for content, start, count, how in runs for k in range(count))
+))  # fmt: skip
+
+
+@fixed
+@given(bodies)
+def test_frames_decoded_together_are_those_decoded_alone(body: bytearray) -> None:
+    """Any mix of equal and different layouts gives the same batches, IDs, paddings and sizes."""
+    assert assert_as_one_by_one(np.frombuffer(body, np.uint8)) is None
+
+
+@settings(fixed, max_examples=examples(300))
+@given(bodies, st.data())
+def test_invalid_frames_among_equal_ones_are_found(body: bytearray, data: st.DataObject) -> None:
+    """Changed, missing and additional bytes raise the same error, after the same valid frames, as frame by frame."""
+    at = data.draw(st.integers(0, len(body) - 1))
+    match data.draw(st.sampled_from(["set", "set", "set", "cut", "delete", "insert"])):
+        case "set":
+            body[at] = data.draw(st.integers(0, 255))
+        case "cut":
+            del body[at:]
+        case "delete":
+            del body[at : at + data.draw(st.sampled_from([1, ALIGNMENT]))]
+        case "insert":
+            body[at:at] = bytes(data.draw(st.sampled_from([1, ALIGNMENT])))
+    assert_as_one_by_one(np.frombuffer(body, np.uint8))
+
+
+@pytest.mark.parametrize("start", [0, 126, 300])
+def test_every_damaged_byte_among_equal_frames_is_found(start: int) -> None:
+    """No byte of several equal frames with checksums can change unnoticed; the frames before it are still returned."""
+    frames = [numbered(start + k, SMALL["batch"]) for k in range(5)]
+    body = np.frombuffer(bytearray(b"".join(frames)), np.uint8)
+    for at in range(len(body)):
+        for change in (0x01, 0x80, 0xFF):
+            body[at] ^= change
+            assert assert_as_one_by_one(body) is not None, at
+            body[at] ^= change
+
+
+def test_headers_that_only_look_equal_are_decoded_alone() -> None:
+    """Header fields that are repeated, reordered, negative or encoded differently give the same values as alone."""
+    tree = {"array": ["uint8", [2], "ndarray"]}
+    fields = list(header_of(tree).items())
+    orders = [fields, fields[::-1], [fields[2], *fields], [*fields, fields[2]], [*fields, ("more", 1)]]
+    orders.append([*fields[:3], *fields[2:]])
+
+    def packed(pairs: list[tuple[str, object]], batch: int) -> bytes:
+        form = msgpack.packb(batch) if batch != 9 else b"\xd1\x00\x09"
+        values = [form if name == "batch" else msgpack.packb(value) for name, value in pairs]
+        return bytes((0x80 + len(pairs),)) + b"".join(
+            msgpack.packb(name) + value for (name, _), value in zip(pairs, values, strict=True)
+        )
+
+    for pairs in orders:
+        for numbers in (range(5), [5] * 5, [-3, -2, -1, 0], [-300, 9, 9], [9, -300, 9, 9], [127, 128, 129, 127]):
+            frames = [forged(packed(pairs, k), [bytes((k % 256, 1))], checksum=True) for k in numbers]
+            assert assert_as_one_by_one(np.frombuffer(b"".join(frames), np.uint8)) is None
+    # a second batch number, which is valid
+    twice = [*fields[:3], ("batch", 0), *fields[3:]]
+    frames = [
+        forged(packed(twice, 0).replace(b"\xa5batch\x00", b"\xa5batch" + bytes((k,)), 1), [b"ab"]) for k in range(5)
+    ]
+    assert assert_as_one_by_one(np.frombuffer(b"".join(frames), np.uint8)) is None
+    # the batch number within the name of the loader
+    names = [b"\xa5batch" + bytes((k,)) for k in range(5)]
+    frames = [forged(header_of(tree, loader=name.decode("latin-1")), [b"ab"]) for name in names]
+    assert assert_as_one_by_one(np.frombuffer(b"".join(frames), np.uint8)) is None
+
+
+def test_the_headers_of_equal_frames_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames with equal headers are decoded together, if their numbers have the same width."""
+    parsed = []
+    unpackb = msgpack.unpackb
+
+    def counted(packed: Any, **how: Any) -> Any:
+        parsed.append(packed)
+        return unpackb(packed, **how)
+
+    monkeypatch.setattr(msgpack, "unpackb", counted)
+    body = b"".join(numbered(k, [np.full(1000, k), {"label": np.int64(k)}]) for k in range(240))
+    frames = list(read_all(KeptMemory(np.frombuffer(body, np.uint8))))
+    assert [frame.content[1]["label"] for frame in frames] == list(range(240))
+    assert len(parsed) == 4
+
+
+def test_a_small_batch_keeps_little_memory_alive() -> None:
+    """Batches decoded together share at most 256 KiB, and larger batches share no memory."""
+    for size, limit in ((1000, 2**18), (60_000, 2**18), (70_000, 71_000)):
+        frames = [numbered(k, np.full(size, k % 256, np.uint8)) for k in range(2**21 // size)]
+        found = [frame.content for frame in read_all(KeptMemory(np.frombuffer(b"".join(frames), np.uint8)))]
+        for k, array in enumerate(found):
+            assert (array == k % 256).all()
+            owner = array
+            while owner.base is not None:
+                owner = owner.base
+            assert owner.nbytes <= limit
+
+
+@pytest.mark.parametrize("memory", [NumpyMemory, TorchMemory, MarkedMemory])
+def test_leaves_created_together_are_those_created_alone(memory: type[Bits]) -> None:
+    """Type, dtype, shape and bits of every leaf are the same; so is the memory that a tensor's storage covers."""
+    need("torch")
+    import torch
+
+    rng = np.random.default_rng(0)
+    shapes = [(), (1,), (5,), (2, 3), (0, 3), (1,) * MAX_DIMENSIONS]
+
+    def leaf(name: str, kind: str, shape: tuple[int, ...]) -> Any:
+        storage = dtypes.storage(name)
+        raw = rng.integers(0, 2, prod(shape) * storage.itemsize, np.uint8)
+        return keep(raw.view(storage).reshape(shape), name, kind)
+
+    kinds = [(kind, shape) for kind in ("tensor", "ndarray") for shape in shapes] + [("scalar", ())]
+    batches = [[leaf(name, *how) for name in dtypes.NAMES for how in kinds] for _ in range(4)]
+    bodies = [np.frombuffer(bytearray(numbered(k, batch)), np.uint8) for k, batch in enumerate(batches)]
+    together = [frame.content for frame in read_all(memory(np.concatenate(bodies)))]
+    for body, batch in zip(bodies, together, strict=True):
+        for got, expected in zip(batch, read(memory(body)).content, strict=True):
+            if isinstance(expected, torch.Tensor):
+                assert (type(got), got.dtype, got.shape) == (torch.Tensor, expected.dtype, expected.shape)
+                assert got.untyped_storage().tolist() == expected.untyped_storage().tolist()
+                assert got.storage_offset() == 0
+                assert got._base is expected._base is None or expected.dtype not in (torch.float32, torch.bool)
+            else:
+                assert_same(got, expected)
+                assert got.flags.writeable == expected.flags.writeable
+
+
+def test_batches_decoded_together_may_be_changed_in_place() -> None:
+    """An in-place change of a batch changes no other, and autograd accepts the others, which a model has saved."""
+    need("torch")
+    import torch
+
+    body = b"".join(numbered(k, [np.full(4, k, np.float32).view(Tensor)]) for k in range(5))
+    batches = [frame.content[0] for frame in read_all(TorchMemory(np.frombuffer(bytearray(body), np.uint8)))]
+    weight = torch.ones(4, requires_grad=True)
+    loss = (weight * batches[2]).sum()
+    for k in (0, 1, 3, 4):
+        batches[k].add_(10)
+        batches[k].mul_(weight)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == batches[2].tolist() == [2.0] * 4
 
 
 # --- Damage -------------------------------------------------------------------------------------------------------

@@ -34,6 +34,10 @@ class MarkedMemory(NumpyMemory):
         array = super().leaf(offset, dtype_name, shape, kind)
         return array.view(Tensor) if kind == "tensor" else array
 
+    def leaves(self, offsets: range, dtype_name: str, shape: tuple[int, ...], kind: str) -> list[Any]:
+        """Return what `leaf` returns for each offset."""
+        return Bits.leaves(self, offsets, dtype_name, shape, kind)
+
 
 class PinnedMemory(Bits):
     """Page-locked buffer for frames, from torch's allocator; returns their tensors as views that share its storage.
@@ -72,7 +76,7 @@ class PinnedMemory(Bits):
 
 
 class _Scratch(Bits):
-    """Pageable buffer for a response with several small batches, each of which is copied to its own pinned memory."""
+    """Pageable buffer for a response with several batches, whose frames are copied to pinned memory."""
 
     __slots__ = ("_buffers",)
 
@@ -81,7 +85,7 @@ class _Scratch(Bits):
         self._buffers = buffers
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Copy one frame to page-locked memory, or to pageable memory if the budget is exhausted."""
+        """Copy frames to page-locked memory, or to pageable memory if the budget is exhausted."""
         memory = self._buffers.allocate(nbytes)
         memory.data[:] = self.data[start : start + nbytes]
         return memory
