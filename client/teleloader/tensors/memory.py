@@ -127,6 +127,10 @@ class HostBuffers:
             return _Scratch(self._pool.take(nbytes), self)
         return self.allocate(nbytes)
 
+    def adopt(self, data: NDArray[np.uint8]) -> Memory:
+        """Return a `Memory` over pageable memory that the caller allocated."""
+        return pageable_memory(self._output, data)
+
     def allocate(self, nbytes: int) -> Memory:
         """Allocate page-locked memory, or pageable memory if the budget for page-locked memory is exhausted."""
         began = time.perf_counter()

@@ -26,10 +26,13 @@ from teleloader_server.permissions import READ, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
 from teleloader_server.web.guard_rules import check_body_size
+from teleloader_server.web.handoff import Channel, channel_of
 from teleloader_server.web.index_bodies import split
+from teleloader_server.workers.lendable import is_lendable
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.errors import InvalidSpec, TeleloaderError, VersionMismatch
+from teleloader_shared.handoff import GIVE_BACK, LOAN_MEDIA_TYPE
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
     DATASETS_PATH,
@@ -97,6 +100,24 @@ class FrameResponse(Response):
             for piece in joined(self._frames, split=scope["scheme"] == "https"):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class LoanResponse(FrameResponse):
+    """HTTP response that lends the slot of its only frame to the client, or sends the frame if that is impossible."""
+
+    def __init__(self, channel: Channel, service: LoaderService, stream: BatchStream, frame: Lease) -> None:
+        super().__init__(service, stream, [frame], MUTABLE)
+        self._channel = channel
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the descriptor on the channel, then the response with the number of the loan."""
+        number = self._channel.lend(self._frames[0], self._stream)
+        if number is None:
+            await super().__call__(scope, receive, send)
+            return
+        loan = Response(GIVE_BACK.pack(number), headers=MUTABLE, media_type=LOAN_MEDIA_TYPE)
+        with self._service.sending(len(loan.body), self._stream):
+            await loan(scope, receive, send)
 
 
 class StreamResponse(Response):
@@ -172,13 +193,20 @@ async def ready_answer(
 ) -> FrameResponse:
     """Wait for the first batch of a request; return a response with this batch and the ready batches after it."""
     async with batches as stream, client_disconnect(request.receive) as disconnected:
-        return FrameResponse(service, stream, await run_until_disconnect(disconnected, ready_frames(stream)), MUTABLE)
+        channel = channel_of(request.scope)
+        frames = await run_until_disconnect(disconnected, ready_frames(stream, lends=channel is not None))
+        if channel is not None and is_lendable(frames[0]):
+            return LoanResponse(channel, service, stream, frames[0])
+        return FrameResponse(service, stream, frames, MUTABLE)
 
 
-async def ready_frames(stream: BatchStream) -> list[Lease]:
-    """Wait for the next frame of a stream; return this frame and the frames after it that are ready within `LINGER`."""
+async def ready_frames(stream: BatchStream, *, lends: bool = False) -> list[Lease]:
+    """Wait for the next frame of a stream; return this frame and the frames after it that are ready within `LINGER`.
+
+    With `lends`, return a first frame that can be lent alone.
+    """
     first = (await stream.take()).raw
-    if len(first) >= READY_BYTES or stream.exhausted:
+    if len(first) >= READY_BYTES or stream.exhausted or (lends and is_lendable(first)):
         return [first]
     await stream.linger(LINGER)
     return [first, *(frame.raw for frame in stream.take_ready(READY_BYTES - len(first)))]

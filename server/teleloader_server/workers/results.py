@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading.tasks import GROUP_BYTES, GROUP_SECONDS, GroupReport, Report
 from teleloader_server.workers.arena import Arena, Slot
+from teleloader_server.workers.lendable import NOBODY
 from teleloader_server.workers.messages import Done
 
 INLINE_BYTES: Final = 32 * 1024
@@ -63,19 +64,21 @@ class Results:
         self._done: deque[Done] = deque()
         self._task_id = -1
         self._following = 0
+        self._owner = NOBODY
 
     def resume(self) -> None:
         """Start to measure the time without a CPU, when the worker receives a task after it had none."""
         self._cpu_wait_before = self._cpu_wait()
 
-    def begin(self, task_id: int, following: int) -> None:
+    def begin(self, task_id: int, following: int, owner: int = NOBODY) -> None:
         """Start a task.
 
         Args:
             task_id: ID of the task.
             following: Number of tasks of the same group after this one.
+            owner: Owner of the batch (`Task.owner`), the same for all tasks of a group.
         """
-        self._task_id, self._following = task_id, following
+        self._task_id, self._following, self._owner = task_id, following, owner
         self._began = time.monotonic()
         with self._lock:
             group = self._open
@@ -96,7 +99,7 @@ class Results:
 
     def _allocate(self, nbytes: int) -> Slot | NDArray[np.uint8]:
         size = max(nbytes, min(GROUP_BYTES, nbytes * (1 + self._following)))
-        return np.empty(size, np.uint8) if size <= INLINE_BYTES else self._arena.take(size)
+        return np.empty(size, np.uint8) if size <= INLINE_BYTES else self._arena.take(size, self._owner)
 
     def add(self, nbytes: int, report: Report, reached: Sequence[Any] | None) -> None:
         """Complete the current task, whose frame of `nbytes` bytes is in the buffer that `place` returned last."""
