@@ -150,6 +150,11 @@ def large() -> Large:
     return Large(256)
 
 
+def images() -> Samples:
+    """Return samples of 3 MiB, which are sent in shared memory."""
+    return Samples(lambda i: np.full(3 * 2**20, i % 251, np.uint8), 60)
+
+
 class Slow:
     """Waits for a file to appear before it gives a sample; for tests that look at a server at work."""
 

@@ -212,6 +212,7 @@ class Channel:
         if loan is None:
             return None
         self._loans[number] = loan
+        stream.tally.lent += 1
         return number
 
     def _receive(self) -> None:
