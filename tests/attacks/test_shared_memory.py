@@ -154,7 +154,8 @@ class Attacker:
         assert response.headers["content-type"] == LOAN_MEDIA_TYPE
         data, (descriptor,), _, _ = socket.recv_fds(self.channel, LOAN.size, 1)
         assert response.content == data[: GIVE_BACK.size]
-        return Lent(*LOAN.unpack(data), descriptor)
+        number, nbytes = LOAN.unpack(data)
+        return Lent(number, nbytes, descriptor)
 
     def give_back(self, loan: Lent) -> None:
         """Give a slot back, and keep the descriptor."""
@@ -252,9 +253,11 @@ def test_a_descriptor_that_was_passed_on_keeps_its_content(server: ServerProcess
     loan_read, loan_write = os.pipe()
     borrower = os.fork()
     if borrower == 0:
-        loan = Attacker(server.url).borrow(5)
+        attacker = Attacker(server.url)
+        attacker.borrow(5)
         holder = os.fork()
         if holder == 0:
+            attacker.channel.close()
             os.write(loan_write, b"%d\n" % os.getpid())
             time.sleep(600)
         time.sleep(600)
