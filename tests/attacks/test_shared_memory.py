@@ -23,7 +23,7 @@ import pytest
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport import handoff
 from teleloader.transport.interface import TransportError
-from teleloader_server.workers.lendable import SEALS
+from teleloader_server.workers.lendable import SEALS, LendableSlot
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.errors import ProtocolError
 from teleloader_shared.handoff import (
@@ -274,6 +274,28 @@ def test_a_descriptor_that_was_passed_on_keeps_its_content(server: ServerProcess
     eventually(lambda: other.lent() >= SLOT)
     os.kill(holder, signal.SIGKILL)
     eventually(lambda: other.lent() == 0)
+
+
+def test_a_client_cannot_signal_the_server() -> None:
+    """The server survives if a client opens a slot while the server checks whether the slot is open."""
+    check = os.fork()
+    if check == 0:
+        slot = LendableSlot(sealed(4096), 4096)
+        lent = slot.open()
+        hidden = os.open(f"/proc/self/fd/{lent}", os.O_PATH)
+        os.close(lent)
+        close = os.close
+
+        def open_then_close(descriptor: int) -> None:
+            with suppress(BlockingIOError):
+                close(os.open(f"/proc/self/fd/{hidden}", os.O_RDONLY | os.O_NONBLOCK))
+            close(descriptor)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "close", open_then_close)
+            os._exit(42 if not slot.is_held() else 1)
+    _, status = os.waitpid(check, 0)
+    assert os.waitstatus_to_exitcode(status) == 42
 
 
 @pytest.mark.parametrize("kind", ["never lent", "twice", "of another client", "malformed", "flood"])

@@ -6,7 +6,8 @@ written again only for batches of its owner, that is, of one dataset and one pri
 
 The kernel reports if another process still has a descriptor or a mapping: it grants a write lease (`fcntl`,
 F_SETLEASE) only on a file that nobody else has opened. The server's own descriptor does not count, because
-``memfd_create`` and not ``open`` returned it.
+``memfd_create`` and not ``open`` returned it. The kernel does not report pages in a pipe and descriptors of O_PATH, so
+the owner is necessary in addition.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import signal
 import sys
 import weakref
 from typing import Final
@@ -89,6 +91,9 @@ class LendableSlot:
         except OSError:
             return True
         try:
+            # a client that opens the slot by an O_PATH descriptor at this moment causes a signal: SIGIO would end the
+            # server, and SIGURG is ignored by default
+            fcntl.fcntl(probe, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(probe, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError:
             return True
