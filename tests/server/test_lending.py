@@ -11,10 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.dispatch.lending import Lender
 from teleloader_server.dispatch.quotas import Quota
-from teleloader_server.limits import ClientLimits
+from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.limits import ClientLimits, Limits
+from teleloader_server.permissions import ANYONE
+from teleloader_server.web.app import create_app
 from teleloader_server.workers.arena import Arena, Mapping
+from teleloader_server.workers.factory import ConfiguredPools
 from teleloader_server.workers.lendable import (
     DISCARD,
     MIN_LENT_BYTES,
@@ -24,6 +29,7 @@ from teleloader_server.workers.lendable import (
     is_lendable,
     is_supported,
 )
+from teleloader_shared.handoff import Offer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="requires memfd")
 
@@ -188,3 +194,20 @@ def test_descriptors_of_slots_are_limited(slots: Slots, monkeypatch: pytest.Monk
     monkeypatch.setattr("teleloader_server.workers.lendable._FILES_SHARE", 0)
     slot = slots.arena.take(SIZE)
     assert not is_lendable(slots.mappings[slot.number].lease(SIZE, lambda: None))
+
+
+def test_a_change_of_tokens_ends_the_reuse_of_lent_slots() -> None:
+    """After a token was revoked, no slot that was lent before is written again, and clients need a new key."""
+    limits = Limits(num_workers=1)
+    service = LoaderService(ConfiguredPools([], limits), limits)
+    authenticator = Authenticator()
+    create_app(service, authenticator)
+    service.lender.socket_name = f"teleloader-{'0' * 32}"
+    offer = Offer.parse(service.lender.offer("alice") or "")
+    assert offer is not None
+    assert service.lender.account(offer.identifier) is not None
+    mine = service.quotas.of(ANYONE)
+    mine.owners["train"] = 7
+    authenticator.on_change()
+    assert not mine.owners
+    assert service.lender.account(offer.identifier) is None
