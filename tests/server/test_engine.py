@@ -89,7 +89,7 @@ async def test_an_evicted_batch_is_recomputed_from_the_same_indices() -> None:
 
     lists = {k: f"list {k}".encode() for k in range(4)}
     request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)), indices=lists)
-    async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
         await begun()
         assert [(worker, task.batch_id.batch) for worker, task in pool.tasks] == [(0, 0), (1, 1), (0, 2), (1, 3)]
         lost = [pair for pair in pool.tasks if pair[0] == 0]
@@ -125,7 +125,7 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
         spec = LoaderSpec(dataset="data", batch_size=1, seed=seed)
         loader = Loader(spec.key, spec, 100, 100)
         request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 1)))
-        async with engine.batches(loader, quota, request, lambda: None):
+        with engine.batches(loader, quota, request, lambda: None):
             pass
     engine.forget_idle()
     first = len(forgotten)
@@ -142,7 +142,7 @@ async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> 
     spec = LoaderSpec(dataset="data", batch_size=1)
     loader = Loader(spec.key, spec, 100, 100)
     request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 1)))
-    async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
         await begun()
     await engine.close()
     worker, task = pool.tasks[0]
