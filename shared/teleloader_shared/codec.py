@@ -434,7 +434,7 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterat
     """
     start, end = 0, len(memory.data)
     raw, max_header = memory.data.data, _header_limit(max_bytes)
-    layout: _Layout | None = None
+    layout: _ReadLayout | None = None
     is_regular = True
     while start < end:
         if layout is not None:
@@ -449,7 +449,7 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterat
         # where layouts alternate, the attempts would cost more than they save
         is_regular = is_regular and (layout is None or layout.is_used)
         if is_regular and envelope.size <= min(_SMALL_FRAME, (end - start) // 3):
-            layout = _layout(frame, envelope, memory.data[start : start + envelope.size])
+            layout = _read_layout(frame, envelope, memory.data[start : start + envelope.size])
             is_regular = layout is not None
         else:
             layout = None
@@ -503,7 +503,7 @@ class _Array(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Layout:
+class _ReadLayout:
     """Decoder of frames that differ from a valid frame only in batch number, checksum and elements of arrays."""
 
     frame: Frame
@@ -557,7 +557,7 @@ class _Layout:
             yield Frame(BatchId(loader, epoch, next(numbers)), content, padding, size, None, cost)
 
 
-def _layout(frame: Frame, envelope: Envelope, data: NDArray[np.uint8]) -> _Layout | None:
+def _read_layout(frame: Frame, envelope: Envelope, data: NDArray[np.uint8]) -> _ReadLayout | None:
     """Return the layout of a valid frame with the bytes `data`; None if frames like it cannot be decoded together."""
     header: dict[str, Any] = msgpack.unpackb(envelope.header)
     # the batch number has a known position only in a header with these first fields and without duplicates
@@ -586,7 +586,7 @@ def _layout(frame: Frame, envelope: Envelope, data: NDArray[np.uint8]) -> _Layou
 
     unflatten(header["tree"], place)
     constant = [slice(a.stop, b.start) for a, b in pairwise([slice(0), *variable, slice(len(data), None)])]
-    return _Layout(
+    return _ReadLayout(
         frame, header["tree"], arrays, [(where, data[where].copy()) for where in constant], number, has_checksum
     )
 
