@@ -148,3 +148,45 @@ async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> 
     worker, task = pool.tasks[0]
     engine.tasks_done(worker, [task], [np.zeros(1000, np.uint8)], REPORT)
     assert memory.used == 0
+
+
+@pytest.mark.parametrize(("count", "first", "expected"), [(None, 1, 4), (2, 1, 3), (9, 1, 4)])
+async def test_a_response_waits_for_a_number_of_batches(count: int | None, first: int, expected: int) -> None:
+    """The wait ends with the last of the batches, without a task of its own."""
+    pool = FakePool()
+    engine = Engine(pool, Memory(BUDGET), Counters(), SOURCE)
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1)
+    loader = Loader(spec.key, spec, 100, 100)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)))
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+        await begun()
+        for k, (worker, task) in enumerate(sorted(pool.tasks, key=lambda pair: pair[1].batch_id)):
+            if k == first:
+                assert stream.take_ready() is not None
+                lingering = asyncio.create_task(stream.linger(count, 60))
+                await begun()
+                assert asyncio.all_tasks() == {asyncio.current_task(), lingering}
+            if k == expected:
+                break
+            if k >= first:
+                assert not lingering.done()
+            pool.tasks.remove((worker, task))
+            engine.task_done(worker, task, np.zeros(100, np.uint8), REPORT)
+        await begun()
+        assert lingering.done()
+        assert stream.consumer.state.waiters == {}
+    await engine.close()
+
+
+async def test_a_response_that_has_waited_enough_is_no_longer_notified() -> None:
+    """After its wait has ended without the batch, a request is not among those that wait for it."""
+    engine = Engine(FakePool(), Memory(BUDGET), Counters(), SOURCE)
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1)
+    loader = Loader(spec.key, spec, 100, 100)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)))
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+        await stream.linger(None, 0.0)
+        assert stream.consumer.state.waiters == {}
+    await engine.close()

@@ -90,11 +90,24 @@ class BatchStream:
         """Return the frames of the next batches that are ready, up to the frame with which they have `nbytes` bytes."""
         return [] if self.exhausted else self._engine._take_ready(self, nbytes)
 
-    async def linger(self, seconds: float) -> None:
-        """Wait up to `seconds` for the last batch of the request."""
+    @property
+    def open_requests(self) -> int:
+        """Number of open requests to the engine, including this one."""
+        return len(self._engine._streams)
+
+    @property
+    def batch_rate(self) -> float:
+        """Batches/s of the loader that the workers of the engine can compute; 0 before the first batch."""
+        seconds = self.consumer.loader.batch_seconds
+        return max(1, self._engine.pool.num_workers) / seconds if seconds else 0.0
+
+    async def linger(self, count: int | None, seconds: float) -> None:
+        """Wait up to `seconds` for the next `count` batches of the request, or for all of them if `count` is None."""
+        pending = self._pending
+        last = len(pending.batches) if count is None else min(pending.sent + count, len(pending.batches))
         timer = asyncio.get_running_loop().call_later(seconds, self.wake)
         try:
-            await self._engine._arrival(self._pending.stop - 1, self)
+            await self._engine._arrival(pending.batches[last - 1], self)
         finally:
             timer.cancel()
 

@@ -30,6 +30,7 @@ from teleloader_server.web.direct_routes import DirectRoute, Parameter, boolean,
 from teleloader_server.web.guard import Exchange, calling_on_disconnect
 from teleloader_server.web.guard_rules import check_body_size
 from teleloader_server.web.index_bodies import split
+from teleloader_server.web.moderation import linger_for
 from teleloader_server.web.problem_responses import DOCUMENTED
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.buffers import BufferPool
@@ -51,8 +52,6 @@ from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from teleloader_shared.tracing import TRACE_HEADER
 
-LINGER: Final = 0.005
-"""Seconds for which a response waits for further small batches: a response costs more than a small batch."""
 WRITE_BYTES: Final = 512 * 1024
 """Approximate size of the writes into which small frames are joined: a write costs more than copying the bytes."""
 
@@ -162,11 +161,11 @@ async def ready_response(scope: Scope, service: LoaderService, stream: BatchStre
 
 
 async def ready_frames(stream: BatchStream) -> list[Lease]:
-    """Wait for the next frame of a stream; return this frame and the frames after it that are ready within `LINGER`."""
+    """Wait for the next frame of a stream; return it and the frames after it that are ready soon (see `linger_for`)."""
     first = (await stream.take()).raw
     if len(first) >= READY_BYTES or stream.exhausted:
         return [first]
-    await stream.linger(LINGER)
+    await stream.linger(*linger_for(stream.open_requests, stream.batch_rate))
     return [first, *(frame.raw for frame in stream.take_ready(READY_BYTES - len(first)))]
 
 
