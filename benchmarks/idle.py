@@ -44,7 +44,7 @@ USED_BATCHES: Final = 10_000
 RANGE: Final = 16
 """Batches per request."""
 AT_ONCE: Final = 50
-_FRAME_SIZE: Final = struct.Struct(">10xQ")
+_FRAME_SIZE: Final = struct.Struct(">11xQ")
 
 
 class Consumer:
