@@ -18,24 +18,31 @@ from benchmarks.processes import Hosting, cpu_seconds
 from benchmarks.workloads import EPOCH_BATCHES, SMALL, WIRE, Workload
 
 FLOOR = "floor"
+COMPUTING = "socket, computing"
 TORCH = "torch local"
 
 
-class Floor:
-    """Prepared frames over one TCP connection."""
+class Socket:
+    """Plain sockets.
+
+    Args:
+        workload: The workload.
+        producers: Number of processes that compute batches; 0 for the floor, whose frames are prepared.
+    """
 
     beside = None
 
-    def __init__(self, workload: Workload) -> None:
-        self.name = f"{FLOOR}, 2 producers that compute" if workload.computed else FLOOR
+    def __init__(self, workload: Workload, producers: int) -> None:
+        self.name = COMPUTING if producers else FLOOR
         self._workload = workload
+        self._producers = producers
 
     def open(self) -> AbstractContextManager[Iterator[Any]]:
         """Start producer processes."""
-        return floor.floor(self._workload)
+        return floor.receiving(self._workload, self._producers)
 
     def indices(self, count: int) -> None:
-        """Return None: the frames contain no samples."""
+        """Return None: frames have the right size, but no header."""
 
     def server_cpu(self) -> None:
         """Return None."""
@@ -209,7 +216,7 @@ def contenders(workload: Workload, setting: Setting) -> list[Contender]:
     server = setting.servers.get(workload.num_workers)
     found: list[Contender] = [Teleloader(workload, server)]
     if setting.is_local:
-        found.insert(0, Floor(workload))
+        found[:0] = [Socket(workload, 0), Socket(workload, workload.num_workers)]
     if workload is WIRE:
         found.append(Teleloader(workload, server, ", without checksum", checksum=False))
         if setting.is_local:

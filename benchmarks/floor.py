@@ -1,11 +1,11 @@
-"""The floor: prepared frames over one TCP connection, an upper limit of throughput for loaders that use TCP.
+"""Plain sockets: the floor, and producers that compute their batches.
 
-A process sends the sizes of a server's frames, without computing them: each from one buffer that it reuses, with one
-`sendall`. The consumer reads each frame into one buffer that it reuses. There are no checksums, requests and errors.
-Both sides use the system's congestion control, as teleloader does.
+The floor is an upper limit of throughput for loaders that use TCP. A process sends prepared frames with the sizes of a
+server's frames, all from one buffer that it reuses, each with one `sendall`. The consumer reads each frame into one
+buffer that it reuses. There are no checksums, requests and errors. Both sides use the system's congestion control, as
+teleloader does.
 
-If computing a batch takes much longer than sending it, prepared frames are no useful reference. Several producers then
-fetch samples, collate them into their buffer and send it, each on its own connection.
+Producers that compute also fetch the samples and collate them into their buffer. They show what computing alone costs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.processes import ROOT, START_TIMEOUT, end
 from benchmarks.workloads import WORKLOADS, Workload, sizes
 
 
 @contextmanager
-def floor(workload: Workload) -> Iterator[Iterator[memoryview]]:
-    """Yield the bytes of the batches in one buffer that is reused."""
-    producers = workload.num_workers if workload.computed else 1
+def receiving(workload: Workload, producers: int) -> Iterator[Iterator[memoryview]]:
+    """Yield batches in one buffer that is reused; `producers` is the number of those that compute, 0 for the floor."""
     with ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         listening.settimeout(START_TIMEOUT)
         connections = []
-        for number in range(producers):
+        for number in range(max(1, producers)):
             places = (listening.getsockname()[1], number, producers)
             command = [sys.executable, "-m", "benchmarks.floor", workload.name, *map(str, places)]
             stack.callback(end, subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL))
@@ -62,15 +60,22 @@ def prepared(workload: Workload) -> Iterator[memoryview]:
 
 
 def computed(workload: Workload, number: int, producers: int) -> Iterator[memoryview]:
-    """Return batches `number`, `number + producers`, ... in one buffer, padded to the server's frame size."""
+    """Return batches `number`, `number + producers`, ... in one buffer, each of the server's frame size."""
     dataset = workload.dataset()
     frames, _ = sizes(workload)
-    buffer = np.empty(max(frames), np.uint8)
-    for indices in itertools.islice(workload.batches(), number, None, producers):
-        samples: list[NDArray[np.uint8]] = [dataset[i] for i in indices]
-        shape = (len(samples), *samples[0].shape)
-        np.stack(samples, out=buffer[: int(np.prod(shape))].reshape(shape))
-        yield buffer.data
+    buffer = np.empty(2 * max(frames), np.uint8)
+    batches = zip(workload.batches(), itertools.cycle(frames), strict=False)
+    for indices, size in itertools.islice(batches, number, None, producers):
+        used = 0
+        for column in workload.columns(dataset, indices):
+            shape, dtype = (len(column), *column[0].shape), column[0].dtype
+            place = buffer[used : used + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+            if isinstance(column, np.ndarray) or not column[0].shape:
+                place[:] = column
+            else:
+                np.stack(column, out=place)
+            used += place.nbytes
+        yield buffer.data[:size]
 
 
 def main() -> None:
@@ -78,7 +83,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the consumer ends it
     workload = WORKLOADS[sys.argv[1]]
     port, number, producers = map(int, sys.argv[2:])
-    frames = computed(workload, number, producers) if workload.computed else prepared(workload)
+    frames = computed(workload, number, producers) if producers else prepared(workload)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:

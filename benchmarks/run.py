@@ -20,10 +20,12 @@ from benchmarks.contenders import has_torch
 from benchmarks.crowd import Crowd
 from benchmarks.dispatching import Dispatching
 from benchmarks.first_batch import Resume, Start
+from benchmarks.memory import Memory
 from benchmarks.parts import Part, Setting, toml
 from benchmarks.processes import Servers, end_forked
 from benchmarks.response import Response
 from benchmarks.sharing import Share
+from benchmarks.sleeping import Sleeping
 from benchmarks.throughput import Throughput
 from benchmarks.workloads import WORKLOADS
 
@@ -33,8 +35,16 @@ QUICK_SECONDS: Final = 0.15
 EXIT_INTERRUPTED: Final = 130
 
 _ALL: Final[Sequence[Part]] = (
-    *map(Throughput, WORKLOADS.values()), Crowd(), Response(), Dispatching(), Start(), Resume(), Share(),
-)  # fmt: skip
+    *map(Throughput, WORKLOADS.values()),
+    Crowd(),
+    Share(),
+    Response(),
+    Dispatching(),
+    Sleeping(),
+    Memory(),
+    Start(),
+    Resume(),
+)
 PARTS: Final = {part.name: part for part in _ALL}
 
 

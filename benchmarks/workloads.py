@@ -162,8 +162,6 @@ class Workload:
     """Collate function as ``module:function``, imported only when needed; None selects torch's default."""
     num_workers: int = 1
     """Number of processes that run the dataset."""
-    computed: bool = False
-    """True if computing a batch takes much longer than sending it: the floor's producers then compute the batches."""
     requires: Sequence[str] = ()
     """Optional modules that the dataset imports."""
 
@@ -205,15 +203,19 @@ class Workload:
         order = self.order()
         return iter(lambda: list(islice(order, self.batch_size)), [])
 
-    def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
-        """Return the arrays of a batch."""
+    def columns(self, dataset: Any, indices: Sequence[int]) -> list[Any]:
+        """Return the arrays of a batch, each either as an array or as a sequence of the samples' values."""
         if self.whole_batches:
             return arrays(dataset.__getbatch__(np.asarray(indices)))
         samples = [dataset[i] for i in indices]
         if self.collate is not None:
             return arrays(self.collate_function(samples))
-        columns = zip(*samples, strict=True) if isinstance(samples[0], tuple) else [samples]
-        return [np.stack(column) for column in columns]
+        return list(zip(*samples, strict=True)) if isinstance(samples[0], tuple) else [samples]
+
+    def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
+        """Return the arrays of a batch."""
+        columns = self.columns(dataset, indices)
+        return [column if isinstance(column, np.ndarray) else np.stack(column) for column in columns]
 
 
 def arrays(batch: Any) -> Arrays:
@@ -270,7 +272,6 @@ JPEG: Final = Workload(
     64,
     Photographs,
     num_workers=2,
-    computed=True,
 )
 JPEG_NATIVE: Final = Workload(
     "jpeg_native",
@@ -278,7 +279,6 @@ JPEG_NATIVE: Final = Workload(
     64,
     NativePhotographs,
     num_workers=2,
-    computed=True,
     requires=("simplejpeg", "cv2"),
 )
 WORKLOADS: Final = {workload.name: workload for workload in (WIRE, SMALL, TABLE, WHOLE, TOKENS, JPEG, JPEG_NATIVE)}
