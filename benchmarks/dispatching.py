@@ -58,11 +58,12 @@ class _Workers:
         del self._tasks[worker][id(task)]
         self.dispatcher.finished(worker, task.batch_id, ReadyFrame(self._frame[:], failed=False), BATCH_SECONDS)
 
-    def _submit(self, worker: int, batch: Batch) -> None:
-        loader = batch.consumer.loader
-        task = Task(loader.spec, loader.length, batch.batch_id)
-        self._tasks[worker][id(task)] = task
-        self._queue.append((worker, task))
+    def _submit(self, worker: int, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            loader = batch.consumer.loader
+            task = Task(loader.spec, loader.length, batch.batch_id)
+            self._tasks[worker][id(task)] = task
+            self._queue.append((worker, task))
 
 
 def _cost(num_workers: int, batches: int) -> float:

@@ -163,7 +163,7 @@ async def test_a_response_waits_for_a_number_of_batches(count: int | None, first
         await begun()
         for k, (worker, task) in enumerate(sorted(pool.tasks, key=lambda pair: pair[1].batch_id)):
             if k == first:
-                assert stream.take_ready() is not None
+                assert stream.take_ready(1)
                 lingering = asyncio.create_task(stream.linger(count, 60))
                 await begun()
                 assert asyncio.all_tasks() == {asyncio.current_task(), lingering}
@@ -172,7 +172,7 @@ async def test_a_response_waits_for_a_number_of_batches(count: int | None, first
             if k >= first:
                 assert not lingering.done()
             pool.tasks.remove((worker, task))
-            engine.task_done(worker, task, np.zeros(100, np.uint8), REPORT)
+            engine.tasks_done(worker, [task], [np.zeros(100, np.uint8)], REPORT)
         await begun()
         assert lingering.done()
         assert stream.consumer.state.waiters == {}
