@@ -7,56 +7,45 @@ import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from benchmarks import floor
-from benchmarks.parts import Setting, counted
-from benchmarks.workloads import EPOCH_BATCHES, SMALL, Workload
+from benchmarks.measuring import Contender, Indices
+from benchmarks.parts import Setting
+from benchmarks.processes import Hosting, cpu_seconds
+from benchmarks.workloads import EPOCH_BATCHES, SMALL, WIRE, Workload
 
-Indices = list[list[int]]
-
-
-class Contender(Protocol):
-    """Way to load the batches of a workload."""
-
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-
-    @property
-    def num_workers(self) -> int:
-        """Number of processes that run the dataset."""
-
-    @property
-    def beside(self) -> str | None:
-        """Contender that loads the same batches in the seeded order, for a ratio; None without comparison."""
-
-    def open(self) -> AbstractContextManager[Iterator[Any]]:
-        """Yield batches from batch 0, as a consumer would train on them."""
-
-    def indices(self, count: int) -> Indices:
-        """Return the indices of the first `count` batches of the stream that `open` returned last."""
+FLOOR = "floor"
+COMPUTING = "socket, computing"
+TORCH = "torch local"
 
 
-class Floor:
-    """Plain sockets, without a loader."""
+class Socket:
+    """Plain sockets.
+
+    Args:
+        workload: The workload.
+        producers: Number of processes that compute batches; 0 for the floor, whose frames are prepared.
+    """
 
     beside = None
 
-    def __init__(self, workload: Workload, num_workers: int) -> None:
-        self.name = f"floor, {counted(num_workers, 'worker')}"
-        self.num_workers = num_workers
+    def __init__(self, workload: Workload, producers: int) -> None:
+        self.name = COMPUTING if producers else FLOOR
         self._workload = workload
+        self._producers = producers
 
     def open(self) -> AbstractContextManager[Iterator[Any]]:
         """Start producer processes."""
-        return floor.floor(self._workload, self.num_workers)
+        return floor.receiving(self._workload, self._producers)
 
-    def indices(self, count: int) -> Indices:
-        """Return the workload's own order."""
-        return in_turn(self._workload, count)
+    def indices(self, count: int) -> None:
+        """Return None: frames have the right size, but no header."""
+
+    def server_cpu(self) -> None:
+        """Return None."""
 
 
 class Teleloader:
@@ -67,21 +56,18 @@ class Teleloader:
 
     beside: str | None = None
 
-    def __init__(
-        self, workload: Workload, url: str, num_workers: int, *, checksum: bool = True, shuffle: bool = False
-    ) -> None:
+    def __init__(self, workload: Workload, server: Hosting, variant: str = "", **arguments: Any) -> None:
         from teleloader import DataLoader, RemoteDataset
 
-        kind = ", shuffled" if shuffle else ", checksum" if checksum else ""
-        self.name = f"teleloader, {counted(num_workers, 'worker')}{kind}"
-        self.num_workers = num_workers
+        self.name = f"teleloader{variant}"
+        self._pid = server.pid
         self._loader = DataLoader(
-            RemoteDataset(url, workload.name),
-            batch_size=workload.batch_size,
-            shuffle=shuffle or workload.shuffled,
-            seed=secrets.randbits(63),
-            checksum=checksum,
-        )
+            RemoteDataset(server.url, workload.name, ca=server.ca),
+            **{
+                "batch_size": workload.batch_size, "shuffle": workload.shuffled, "seed": secrets.randbits(63),
+                **arguments,
+            },
+        )  # fmt: skip
         self._epoch = -1
 
     @contextmanager
@@ -96,17 +82,22 @@ class Teleloader:
         plan = self._loader.plan(self._epoch)
         return [plan[k].tolist() for k in range(count)]
 
+    def server_cpu(self) -> float | None:
+        """Return the CPU time of the server."""
+        return None if self._pid is None else cpu_seconds(self._pid)
+
 
 class TeleloaderShuffledHere:
     """teleloader with torch's RandomSampler, which generates the order in the client."""
 
-    def __init__(self, workload: Workload, url: str, num_workers: int, beside: str) -> None:
+    def __init__(self, workload: Workload, server: Hosting, beside: str) -> None:
         from teleloader import DataLoader, RemoteDataset
 
-        self.name = f"teleloader, {counted(num_workers, 'worker')}, shuffled by the client"
-        self.num_workers = num_workers
+        self.name = "teleloader, shuffled by the client"
         self.beside: str | None = beside
-        self._loader = DataLoader(RemoteDataset(url, workload.name), batch_size=workload.batch_size, shuffle=True)
+        self._loader = DataLoader(
+            RemoteDataset(server.url, workload.name), batch_size=workload.batch_size, shuffle=True
+        )
         self._workload = workload
         self._seed = -1
 
@@ -128,28 +119,83 @@ class TeleloaderShuffledHere:
             local = torch.utils.data.DataLoader(numbers, batch_size=self._workload.batch_size, shuffle=True)
             return [batch.tolist() for batch in islice(local, count)]
 
+    def server_cpu(self) -> None:
+        """Return None."""
+
+
+class InProcess:
+    """``DataLoader(dataset)``: the loader hosts the dataset object in this process, in ascending order."""
+
+    beside = None
+
+    def __init__(self, workload: Workload) -> None:
+        from teleloader import DataLoader
+
+        self.name = "DataLoader(object)"
+        self._workload = workload
+        self._loader = DataLoader(workload.dataset(), workload.batch_size, num_workers=workload.num_workers)
+
+    @contextmanager
+    def open(self) -> Iterator[Iterator[Any]]:
+        """Start workers."""
+        yield iter(self._loader)
+
+    def indices(self, count: int) -> Indices:
+        """Return the workload's own order."""
+        return list(islice(self._workload.batches(), count))
+
+    def server_cpu(self) -> None:
+        """Return None: server and client are one process."""
+
+
+class Served:
+    """``serve(dataset)`` in this process, with a loader in seeded order."""
+
+    beside = None
+
+    def __init__(self, workload: Workload) -> None:
+        self.name = "serve(object)"
+        self._workload = workload
+
+    @contextmanager
+    def open(self) -> Iterator[Iterator[Any]]:
+        """Start the server and its workers."""
+        from teleloader_server import serve
+
+        workload = self._workload
+        with serve(workload.dataset(), name=workload.name, num_workers=workload.num_workers) as url:
+            self._loader = Teleloader(workload, Hosting(url))
+            with self._loader.open() as batches:
+                yield batches
+
+    def indices(self, count: int) -> Indices:
+        """Return the indices of the seeded order."""
+        return self._loader.indices(count)
+
+    def server_cpu(self) -> None:
+        """Return None: server and client are one process."""
+
 
 class TorchLocal:
     """``torch.utils.data.DataLoader``: the same worker processes, without a network."""
 
     beside = None
 
-    def __init__(self, workload: Workload, num_workers: int) -> None:
+    def __init__(self, workload: Workload) -> None:
         import torch.utils.data
 
-        self.name = f"torch local, {counted(num_workers, 'worker')}"
-        self.num_workers = num_workers
+        self.name = TORCH
         self._workload = workload
         options: dict[str, Any] = {"batch_size": workload.batch_size, "sampler": InOrder(workload)}
         dataset = workload.dataset()
         if workload.whole_batches:  # with torch, only a batch sampler in place of the sampler fetches whole batches
-            dataset = _ByIndexLists(dataset)
+            dataset = ByIndexLists(dataset)
             options = {
                 "batch_size": None,
                 "sampler": torch.utils.data.BatchSampler(InOrder(workload), workload.batch_size, drop_last=True),
             }
         self._loader = torch.utils.data.DataLoader(
-            dataset, num_workers=num_workers, collate_fn=workload.collate_function, **options
+            dataset, num_workers=workload.num_workers, collate_fn=workload.collate_function, **options
         )
 
     @contextmanager
@@ -159,21 +205,31 @@ class TorchLocal:
 
     def indices(self, count: int) -> Indices:
         """Return the workload's own order."""
-        return in_turn(self._workload, count)
+        return list(islice(self._workload.batches(), count))
+
+    def server_cpu(self) -> None:
+        """Return None."""
 
 
 def contenders(workload: Workload, setting: Setting) -> list[Contender]:
-    """Return all contenders; the floor works over loopback only."""
-    found: list[Contender] = []
-    for num_workers, url in setting.urls.items():
+    """Return all contenders; without a server on this machine, there is no floor, no TLS and no local hosting."""
+    server = setting.servers.get(workload.num_workers)
+    found: list[Contender] = [Teleloader(workload, server)]
+    if setting.is_local:
+        found[:0] = [Socket(workload, 0), Socket(workload, workload.num_workers)]
+    if workload is WIRE:
+        found.append(Teleloader(workload, server, ", without checksum", checksum=False))
         if setting.is_local:
-            found.append(Floor(workload, num_workers))
-        found += [Teleloader(workload, url, num_workers, checksum=checksum) for checksum in (False, True)]
-        if has_torch():
-            found.append(TorchLocal(workload, num_workers))
-        if has_torch() and workload is SMALL:  # with large batches, the cost of the sampling order is not measurable
-            shuffled = Teleloader(workload, url, num_workers, shuffle=True)
-            found += [shuffled, TeleloaderShuffledHere(workload, url, num_workers, shuffled.name)]
+            found += [
+                Teleloader(workload, setting.servers.get(workload.num_workers, tls=True), ", TLS"),
+                InProcess(workload),
+                Served(workload),
+            ]
+    if has_torch():
+        found.append(TorchLocal(workload))
+        if workload is SMALL:  # with large batches, the cost of the sampling order is not measurable
+            shuffled = Teleloader(workload, server, ", shuffled", shuffle=True)
+            found += [shuffled, TeleloaderShuffledHere(workload, server, shuffled.name)]
     return found
 
 
@@ -190,7 +246,7 @@ class InOrder:
         return EPOCH_BATCHES * self._workload.batch_size
 
 
-class _ByIndexLists:
+class ByIndexLists:
     """Dataset of whole batches, indexed by lists."""
 
     def __init__(self, dataset: Any) -> None:
@@ -198,12 +254,6 @@ class _ByIndexLists:
 
     def __getitem__(self, indices: list[int]) -> Any:
         return self._dataset.__getbatch__(np.array(indices))
-
-
-def in_turn(workload: Workload, count: int) -> Indices:
-    """Return the indices of the first batches in the workload's own order."""
-    order = workload.order()
-    return [list(islice(order, workload.batch_size)) for _ in range(count)]
 
 
 def has_torch() -> bool:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from benchmarks.measuring import Spread
-from benchmarks.parts import Job, Outcome, Setting, Step, counted
+from benchmarks.parts import Job, Outcome, Setting, Step, interleaved
 from benchmarks.processes import await_idle, consumers
 
 BATCH_SIZE: Final = 256
@@ -86,14 +86,9 @@ class Contender(Protocol):
 class Teleloader:
     """teleloader in seeded order."""
 
-    num_workers: int
     url: str
     longest: int = 2**62
-
-    @property
-    def name(self) -> str:
-        """Return the name."""
-        return f"teleloader, {counted(self.num_workers, 'worker')}"
+    name = "teleloader"
 
     def loader(self, length: int, seed: int) -> Any:
         """Return a loader with a new connection."""
@@ -148,7 +143,7 @@ class Local:
 def torch_local(setting: Setting) -> Local:
     """Return ``torch.utils.data.DataLoader``, which needs seconds and gigabytes to shuffle 10**8 samples."""
     longest = 10**8 if setting.large else 10**7
-    return Local("torch local, 1 worker", "torch.utils.data:DataLoader", "torch.utils.data:RandomSampler", longest)
+    return Local("torch local", "torch.utils.data:DataLoader", "torch.utils.data:RandomSampler", longest)
 
 
 def torchdata(setting: Setting) -> Local:
@@ -156,7 +151,7 @@ def torchdata(setting: Setting) -> Local:
     longest = 10**7 if setting.large else 10**6
     module = "torchdata.stateful_dataloader"
     return Local(
-        "torchdata's StatefulDataLoader, 1 worker", f"{module}:StatefulDataLoader", f"{module}.sampler:RandomSampler",
+        "torchdata's StatefulDataLoader", f"{module}:StatefulDataLoader", f"{module}.sampler:RandomSampler",
         longest,
     )  # fmt: skip
 
@@ -349,18 +344,20 @@ def _job(
         measure: Measures a contender with a length.
         outcome: Returns the results of the measurements.
     """
-    found: Sequence[Contender] = (Teleloader(*setting.fewest), *peers)
+    found: Sequence[Contender] = (Teleloader(setting.servers.get(1).url), *peers)
     cases = [(contender, length) for contender in found for length in lengths if length <= contender.longest]
 
     def run(step: Step) -> Outcome:
         step(f"{name}: first batches")  # warm-up of the server
         _apart(measure, *cases[0])
-        rows: Rows[_Turn] = {(contender.name, length): [] for contender, length in cases}
-        for number in range(setting.rounds):
-            for contender, length in cases if number % 2 == 0 else reversed(cases):
-                step(f"{name}: {contender.name}, {length:,} samples, round {number + 1} of {setting.rounds}")
-                rows[contender.name, length].append(_apart(measure, contender, length))
-        return outcome(rows)
+        rows = interleaved(
+            cases,
+            setting.rounds,
+            step,
+            lambda case: f"{name}: {case[0].name}, {case[1]:,} samples",
+            lambda case: _apart(measure, *case),
+        )
+        return outcome({(contender.name, length): row for (contender, length), row in rows.items()})
 
     return Job(1 + len(cases) * setting.rounds, run)
 

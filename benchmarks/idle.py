@@ -14,159 +14,26 @@ docs/protocol.md and read each response completely without decoding it.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
-import json
-import multiprocessing
 import os
-import resource
-import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from typing import Any, Final
-from urllib.parse import urlsplit
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import psutil
 from rich.table import Table
 
 from benchmarks import machine
+from benchmarks.clients import HOSTED, consumers
 from benchmarks.measuring import Spread
 from benchmarks.processes import LoaderServer, await_idle, running
-from benchmarks.workloads import SMALL
 
-HOSTED: Final = [f"{SMALL.name}=benchmarks.workloads:SMALL.dataset"]
 NUM_WORKERS: Final = 1
 USED_BATCHES: Final = 10_000
 """Batches that the server sends before the idle measurement."""
 RANGE: Final = 16
 """Batches per request."""
-AT_ONCE: Final = 50
-_FRAME_SIZE: Final = struct.Struct(">10xQ")
-
-
-class Consumer:
-    """Connection that loads batches of its own loader.
-
-    Args:
-        number: Selects the loader.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._spec = {"dataset": SMALL.name, "batch_size": SMALL.batch_size, "shuffle": True, "seed": number}
-        self._next = 0
-        self._size = 0
-
-    async def open(self, url: str) -> None:
-        """Connect and register."""
-        parts = urlsplit(url)
-        self._reader, self._writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**20)
-        answer = await self._exchange("POST", "/v1/loaders", json.dumps(self._spec).encode())
-        self._key = json.loads(answer)["key"]
-
-    async def take(self, count: int = RANGE) -> int:
-        """Request the next `count` batches and prefetch as many; return the number of received batches."""
-        query = f"ranges={self._next}:{self._next + count}&ahead={count}&ready=true"
-        answer = await self._exchange("GET", f"/v1/loaders/{self._key}/epochs/0/batches?{query}")
-        start = came = 0
-        while start < len(answer):
-            (size,) = _FRAME_SIZE.unpack_from(answer, start)
-            start += size
-            came += 1
-        self._next += came
-        return came
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._writer.close()
-
-    async def _exchange(self, method: str, path: str, body: bytes = b"") -> bytes:
-        head = f"{method} {path} HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._writer.write(head.encode() + body)
-        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-        answer = await self._reader.readexactly(int(headers["content-length"]))
-        if first.split()[1] != "200":
-            raise RuntimeError(f"{path} was answered with {first}: {answer[:200]!r}")
-        return answer
-
-
-async def _opened(url: str, numbers: range) -> list[Consumer]:
-    consumers = [Consumer(number) for number in numbers]
-    await _for_each(consumers, lambda consumer: consumer.open(url))
-    return consumers
-
-
-async def _for_each(consumers: list[Consumer], act: Callable[[Consumer], Awaitable[Any]]) -> None:
-    for start in range(0, len(consumers), AT_ONCE):
-        await asyncio.gather(*map(act, consumers[start : start + AT_ONCE]))
-
-
-# -- consumer process: executes commands and sends their results
-
-
-def _serve(commands: Connection, url: str, numbers: range) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(_obey(commands, url, numbers))
-
-
-async def _obey(commands: Connection, url: str, numbers: range) -> None:
-    consumers: list[Consumer] = []
-    while True:
-        command, argument = await asyncio.to_thread(commands.recv)
-        answer: Any = None
-        if command == "open":
-            consumers = await _opened(url, numbers)
-            for _ in range(argument):
-                await _for_each(consumers, lambda consumer: consumer.take(1))
-        elif command == "run":
-            answer = await _run(consumers, argument)
-        elif command == "close":
-            for consumer in consumers:
-                consumer.close()
-        else:
-            return
-        commands.send(answer)
-
-
-async def _run(consumers: list[Consumer], seconds: float) -> float:
-    """Let all consumers load for some time; return their total batches per second."""
-    began = time.perf_counter()
-    counts = [0] * len(consumers)
-
-    async def take(number: int) -> None:
-        while time.perf_counter() < began + seconds:
-            counts[number] += await consumers[number].take()
-
-    await asyncio.gather(*(take(number) for number in range(len(consumers))))
-    return sum(counts) / (time.perf_counter() - began)
-
-
-Tell = Callable[..., Any]
-
-
-@contextmanager
-def consumers(url: str, numbers: range) -> Iterator[Tell]:
-    """Run consumers in a process; yield a function that sends it a command and returns the result."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, url, numbers), daemon=True)
-    process.start()
-    theirs.close()
-
-    def tell(command: str, argument: Any = None) -> Any:
-        ours.send((command, argument))
-        return ours.recv()
-
-    try:
-        yield tell
-    finally:
-        if process.is_alive():
-            ours.send(("end", None))
-        process.join()
 
 
 # -- an idle server
@@ -260,17 +127,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         consumers(server.url, range(options.idle)) as idle,
         consumers(server.url, range(options.idle, options.idle + options.active)) as active,
     ):
+
+        def rate() -> float:
+            batches, seconds = active("run", options.seconds, RANGE)
+            return float(batches / seconds)
+
         active("open", 1)
-        active("run", options.seconds)  # the server allocates for active consumers before the measurement
+        rate()  # the server allocates for active consumers before the measurement
         before = _memory(server)
         idle("open", 3)
         after = _memory(server)
         idle("close")
         alone, beside = [], []
         for _ in range(options.rounds):
-            alone.append(active("run", options.seconds))
+            alone.append(rate())
             idle("open", 3)
-            beside.append(active("run", options.seconds))
+            beside.append(rate())
             idle("close")
         active("close")
     console.print(_table(options, before, after, alone, beside))
@@ -286,7 +158,7 @@ def _table(
 ) -> Table:
     made = Table(title=f"{options.idle:,} idle consumers beside {options.active:,} active ones", title_justify="left")
     made.add_column("measurement")
-    made.add_column("median (minimum..maximum)", justify="right")
+    made.add_column("median (quartiles)", justify="right")
     ratios = Spread.of([with_idle / without for with_idle, without in zip(beside, alone, strict=True)])
     for name, rates in (("without", alone), ("with", beside)):
         spread = Spread.of(rates)

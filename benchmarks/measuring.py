@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
-from statistics import median
-from typing import Any, Final, NamedTuple
+from statistics import quantiles
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from benchmarks.contenders import Contender
-from benchmarks.workloads import Arrays, Workload
+from benchmarks.workloads import Arrays, Workload, arrays
 
 VERIFIED: Final = 3
 """Batches of each contender that are compared with the dataset."""
@@ -20,6 +20,30 @@ LEAST: Final = 10
 """Minimum number of batches per turn."""
 WARM_UP: Final = 0.5
 """Warm-up batches before a turn, as a fraction of its batches."""
+
+
+Indices = list[list[int]]
+
+
+class Contender(Protocol):
+    """Way to load the batches of a workload."""
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+
+    @property
+    def beside(self) -> str | None:
+        """Contender that loads the same batches in the seeded order, for a ratio; None without comparison."""
+
+    def open(self) -> AbstractContextManager[Iterator[Any]]:
+        """Yield batches from batch 0, as a consumer would train on them."""
+
+    def indices(self, count: int) -> Indices | None:
+        """Return the indices of the first batches of the stream that `open` returned last; None without content."""
+
+    def server_cpu(self) -> float | None:
+        """Return the CPU seconds of the server's main process so far; None without a server that can be inspected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +54,8 @@ class Turn:
     seconds: float
     cpu: float
     """CPU seconds of all threads of the consumer process."""
+    server_cpu: float | None
+    """CPU seconds of the server's main process; None without a server that can be inspected."""
 
     @property
     def rate(self) -> float:
@@ -38,20 +64,26 @@ class Turn:
 
 
 class Spread(NamedTuple):
-    """Median, minimum and maximum."""
+    """Median and quartiles."""
 
     middle: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, values: list[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Spread:
         """Return the spread of one or more values."""
-        return cls(median(values), min(values), max(values))
+        low, middle, high = quantiles(values if len(values) > 1 else [*values, *values], n=4, method="inclusive")
+        return cls(middle, low, high)
 
     def text(self, form: str) -> str:
-        """Return "median (minimum..maximum)", with numbers in the given format."""
+        """Return "median (lower..upper quartile)", with numbers in the given format."""
         return f"{self.middle:{form}} ({self.low:{form}}..{self.high:{form}})"
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> Spread:
+    """Return the spread of the ratios within each round."""
+    return Spread.of([value / other for value, other in zip(values, base, strict=True)])
 
 
 def calibrate(contender: Contender, workload: Workload, seconds: float) -> int:
@@ -65,8 +97,8 @@ def calibrate(contender: Contender, workload: Workload, seconds: float) -> int:
     """
     dataset = workload.dataset()
     with contender.open() as batches:
-        for k, indices in enumerate(contender.indices(VERIFIED)):
-            if not _is_right(workload.arrays(next(batches)), workload.expected(dataset, indices)):
+        for k, indices in enumerate(contender.indices(VERIFIED) or ()):
+            if not _is_right(arrays(next(batches)), workload.expected(dataset, indices)):
                 raise AssertionError(f"batch {k} of {contender.name} differs from the dataset")
         _count(batches, seconds / 2)
         taken, took = _count(batches, seconds / 2)
@@ -77,13 +109,14 @@ def measure(contender: Contender, count: int) -> Turn:
     """Measure a turn of `count` batches."""
     with contender.open() as batches:
         _drain(batches, round(WARM_UP * count))
-        cpu, began = time.process_time(), time.perf_counter()
+        server, cpu, began = contender.server_cpu(), time.process_time(), time.perf_counter()
         _drain(batches, count)
-        return Turn(count, time.perf_counter() - began, time.process_time() - cpu)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        return Turn(count, seconds, cpu, None if server is None else (contender.server_cpu() or 0.0) - server)
 
 
-def _is_right(arrays: Arrays, expected: Arrays) -> bool:
-    pairs = zip(arrays, expected, strict=True)
+def _is_right(found: Arrays, expected: Arrays) -> bool:
+    pairs = zip(found, expected, strict=True)
     return all(array.dtype == right.dtype and np.array_equal(array, right) for array, right in pairs)
 
 

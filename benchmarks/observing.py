@@ -21,18 +21,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
 from rich.table import Table
 
 from benchmarks import machine
+from benchmarks.clients import HOSTED
 from benchmarks.contenders import Teleloader
 from benchmarks.measuring import Spread
-from benchmarks.processes import LoaderServer, end
+from benchmarks.processes import Hosting, LoaderServer, cpu_seconds, end
 from benchmarks.workloads import SMALL
 
-HOSTED: Final = [f"{SMALL.name}=benchmarks.workloads:SMALL.dataset"]
 BLIND: Final = (sys.executable, "-c", "from benchmarks.observing import serve_blindly; serve_blindly()")
 
 
@@ -79,23 +78,19 @@ class Contender:
 
     def __init__(self, server: LoaderServer) -> None:
         self.url = server.url
-        self._tasks = Path("/proc", str(server.process.pid), "task")
-        self._loader = Teleloader(SMALL, server.url, server.num_workers)
+        self._pid = server.process.pid
+        self._loader = Teleloader(SMALL, Hosting(server.url))
 
     def turn(self, batches: int) -> Turn:
         """Load `batches` batches, after a warm-up with a tenth of them."""
         with self._loader.open() as coming:
             for _ in islice(coming, batches // 10):
                 pass
-            cpu, began = self._cpu(), time.perf_counter()
+            cpu, began = cpu_seconds(self._pid), time.perf_counter()
             for _ in islice(coming, batches):
                 pass
             took = time.perf_counter() - began
-            return Turn((self._cpu() - cpu) / batches, batches / took)
-
-    def _cpu(self) -> float:
-        """Return the CPU time with nanosecond resolution; other clocks have steps as long as hundreds of batches."""
-        return sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in self._tasks.iterdir()) / 1e9
+            return Turn((cpu_seconds(self._pid) - cpu) / batches, batches / took)
 
 
 @contextmanager
@@ -163,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(turns: dict[str, list[Turn]]) -> Table:
-    made = Table(title="main process of the server; median (minimum..maximum)", title_justify="left")
+    made = Table(title="main process of the server; median (quartiles)", title_justify="left")
     for heading in ("server", "us of processor time a batch", "to the blind one", "batches/s"):
         made.add_column(heading, justify="left" if heading == "server" else "right")
     for name, taken in turns.items():

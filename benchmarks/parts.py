@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rich.console import RenderableType
+
+from benchmarks.measuring import Spread
+from benchmarks.processes import Servers
 
 Step = Callable[[str], None]
 """Reports progress by one step, with the name of the current measurement."""
@@ -16,8 +19,7 @@ Step = Callable[[str], None]
 class Setting:
     """Settings that all parts of a run share."""
 
-    urls: Mapping[int, str]
-    """URLs of the running servers, by number of workers."""
+    servers: Servers
     is_local: bool
     """True if the servers run on this machine, so that their processes can be inspected."""
     rounds: int
@@ -28,12 +30,6 @@ class Setting:
     large: bool
     """True if the run includes contenders with lengths that take minutes or many gigabytes."""
 
-    @property
-    def fewest(self) -> tuple[int, str]:
-        """Return number of workers and URL of the server with the fewest workers."""
-        num_workers = min(self.urls)
-        return num_workers, self.urls[num_workers]
-
 
 class Outcome(NamedTuple):
     """Results of a part."""
@@ -42,6 +38,8 @@ class Outcome(NamedTuple):
     """Tables to print."""
     results: list[dict[str, Any]]
     """Summaries and raw measurements, as JSON values."""
+    figures: Mapping[str, Spread] = {}
+    """Figures for which there are goals (see `goals`), by name."""
 
 
 class Job(NamedTuple):
@@ -65,6 +63,25 @@ class Part(Protocol):
 
     def prepare(self, setting: Setting) -> Job:
         """Prepare the part; the servers are already running."""
+
+
+Case = TypeVar("Case")
+Taken = TypeVar("Taken")
+
+
+def interleaved(
+    cases: Sequence[Case], rounds: int, step: Step, name: Callable[[Case], str], take: Callable[[Case], Taken]
+) -> dict[Case, list[Taken]]:
+    """Measure each case once per round, because the load of a shared machine changes over time.
+
+    Every other round is in reverse order.
+    """
+    taken: dict[Case, list[Taken]] = {case: [] for case in cases}
+    for number in range(rounds):
+        for case in cases if number % 2 == 0 else reversed(cases):
+            step(f"{name(case)}, round {number + 1} of {rounds}")
+            taken[case].append(take(case))
+    return taken
 
 
 def toml(hosted: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import socket
+import ssl
 import subprocess
 import sysconfig
 import time
@@ -12,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,12 +45,14 @@ class LoaderServer:
     options: tuple[str, ...] = ()
     port: int = field(default_factory=lambda: free_port())
     command: tuple[str, ...] = (str(SERVER),)
+    ca: str | None = None
+    """File with the CA of a server that uses TLS; None without TLS."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     @property
     def url(self) -> str:
         """URL of the server."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.ca is None else 'https'}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Start the server without waiting until it is ready."""
@@ -76,9 +79,10 @@ class LoaderServer:
             RuntimeError: The server does not become ready; its log on stderr has the reason.
         """
         deadline = time.monotonic() + START_TIMEOUT
+        tls = None if self.ca is None else ssl.create_default_context(cafile=self.ca)
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
-                with urllib.request.urlopen(f"{self.url}/readyz", timeout=START_TIMEOUT):
+                with urllib.request.urlopen(f"{self.url}/readyz", timeout=START_TIMEOUT, context=tls):
                     return
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.05)
@@ -86,9 +90,9 @@ class LoaderServer:
 
 
 @contextmanager
-def running(hosted: list[str], num_workers: int, *options: str) -> Iterator[LoaderServer]:
+def running(hosted: list[str], num_workers: int, *options: str, ca: str | None = None) -> Iterator[LoaderServer]:
     """Run a loader server, and yield it when it is ready."""
-    started = LoaderServer(hosted, num_workers, options)
+    started = LoaderServer(hosted, num_workers, options, ca=ca)
     started.start()
     try:
         started.await_ready()
@@ -98,13 +102,72 @@ def running(hosted: list[str], num_workers: int, *options: str) -> Iterator[Load
 
 
 @contextmanager
-def configured(num_workers: int, config: str) -> Iterator[LoaderServer]:
+def configured(num_workers: int, config: str, *, tls: bool = False) -> Iterator[LoaderServer]:
     """Run a loader server with a TOML configuration."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "loader.toml")
         file.write_text(config)
-        with running(["--config", str(file)], num_workers) as started:
+        options, ca = _certified(Path(folder)) if tls else ((), None)
+        with running(["--config", str(file)], num_workers, *options, ca=ca) as started:
             yield started
+
+
+def _certified(folder: Path) -> tuple[tuple[str, str], str]:
+    """Create a certificate of a CA in files; return the server's options and the CA's file."""
+    import trustme
+
+    authority, ca, server = trustme.CA(), folder / "ca.pem", folder / "server.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(server))
+    return ("--ssl-certfile", str(server)), str(ca)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """Access to a running server."""
+
+    url: str
+    pid: int | None = None
+    """PID of its main process; None if the server has no process of its own on this machine."""
+    ca: str | None = None
+    """File with the CA of a server that uses TLS; None without TLS."""
+
+
+class Servers:
+    """Servers of a run; each is started when it is first used, and ends with the run.
+
+    Args:
+        stack: Ends the servers.
+        config: TOML configuration of all servers.
+        url: Running server to use instead; None to start servers on this machine.
+    """
+
+    def __init__(self, stack: ExitStack, config: str, url: str | None) -> None:
+        self._stack = stack
+        self._config = config
+        self._url = url
+        self._started: dict[tuple[int, bool], Hosting] = {}
+
+    def get(self, num_workers: int, *, tls: bool = False) -> Hosting:
+        """Return a server with this number of workers, or the running server."""
+        if self._url is not None:
+            return Hosting(self._url)
+        if (num_workers, tls) not in self._started:
+            server = self._stack.enter_context(configured(num_workers, self._config, tls=tls))
+            self._started[num_workers, tls] = Hosting(server.url, server.process.pid, server.ca)
+        return self._started[num_workers, tls]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, of its running threads, with nanosecond resolution.
+
+    Other clocks have steps as long as hundreds of batches.
+    """
+    found = 0
+    for task in Path("/proc", str(pid), "task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has exited
+            found += int((task / "schedstat").read_text().split()[0])
+    return found / 1e9
 
 
 def stats(url: str) -> dict[str, Any]:

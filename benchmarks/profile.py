@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.contenders import Teleloader
 from benchmarks.parts import toml
-from benchmarks.processes import LoaderServer, configured
+from benchmarks.processes import Hosting, LoaderServer, configured
 from benchmarks.throughput import Throughput
 from benchmarks.workloads import WORKLOADS
 
@@ -96,7 +96,7 @@ def _profile(server: LoaderServer, options: argparse.Namespace, console: Console
     pids = {"client": os.getpid(), **server.pids()}
     pids = {name: pid for name, pid in pids.items() if not name.startswith("forkserver")}  # fork servers are idle
     seconds = options.seconds / 2
-    with Teleloader(WORKLOADS[options.workload], server.url, options.num_workers).open() as batches:
+    with Teleloader(WORKLOADS[options.workload], Hosting(server.url)).open() as batches:
         _take(batches, WARM_UP)
         console.print(_costs(batches, pids, seconds))
         if not PY_SPY.exists():

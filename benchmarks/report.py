@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
-from benchmarks.contenders import Contender
-from benchmarks.measuring import Spread, Turn
-from benchmarks.workloads import Workload
+from benchmarks.contenders import FLOOR, TORCH
+from benchmarks.measuring import Contender, Spread, Turn, ratios
+from benchmarks.workloads import Workload, sizes
+
+Turns = Mapping[Contender, Sequence[Turn]]
+"""Turns of each contender, one per round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +20,15 @@ class Figures:
     """Result of one contender; ratios are computed within a round, before the median."""
 
     contender: str
-    num_workers: int
     batches_per_second: Spread
     microseconds_per_batch: Spread
     bytes_per_second: Spread
     cpu_per_gb: Spread
     """CPU seconds of the consumer process per 10**9 bytes."""
+    server_cpu_per_gb: Spread | None
+    """CPU seconds of the server's main process per 10**9 bytes; None without a server that can be inspected."""
     to_floor: Spread | None
-    """Throughput relative to plain sockets with the same number of producers; None if not measured."""
+    """Throughput relative to the floor; None if not measured."""
     to_torch: Spread | None
     """Throughput relative to torch's local DataLoader with the same number of workers; None if not measured."""
     beside: str | None
@@ -33,48 +37,64 @@ class Figures:
     """Time per batch relative to that of `beside`."""
 
 
-def evaluate(workload: Workload, contenders: Sequence[Contender], turns: Sequence[Sequence[Turn]]) -> list[Figures]:
-    """Return the figures of each contender; `turns` has a row per contender with one turn per round."""
-    by_name = {contender.name: row for contender, row in zip(contenders, turns, strict=True)}
-    floor, torch = (
-        {
-            contender.num_workers: row
-            for contender, row in zip(contenders, turns, strict=True)
-            if contender.name.startswith(kind)
-        }
-        for kind in ("floor", "torch")
-    )
+def evaluate(workload: Workload, turns: Turns) -> list[Figures]:
+    """Return the figures of each contender."""
+    rates, nbytes = _rates(turns), sizes(workload)[1]
+    floor = rates.get(FLOOR)
     return [
         Figures(
             contender=contender.name,
-            num_workers=contender.num_workers,
-            batches_per_second=Spread.of([turn.rate for turn in row]),
-            microseconds_per_batch=Spread.of([1e6 / turn.rate for turn in row]),
-            bytes_per_second=Spread.of([turn.rate * workload.batch_bytes for turn in row]),
-            cpu_per_gb=Spread.of([turn.cpu / (turn.batches * workload.batch_bytes) * 1e9 for turn in row]),
-            to_floor=_ratio(row, floor[contender.num_workers]) if contender.num_workers in floor else None,
-            to_torch=_ratio(row, torch[contender.num_workers]) if contender.num_workers in torch else None,
+            batches_per_second=Spread.of(rate := rates[contender.name]),
+            microseconds_per_batch=Spread.of([1e6 / each for each in rate]),
+            bytes_per_second=Spread.of([each * nbytes for each in rate]),
+            cpu_per_gb=Spread.of([turn.cpu / (turn.batches * nbytes) * 1e9 for turn in row]),
+            server_cpu_per_gb=_server_cpu(row, nbytes),
+            to_floor=None if floor is None else ratios(rate, floor),
+            to_torch=None if TORCH not in rates else ratios(rate, rates[TORCH]),
             beside=contender.beside,
-            cost_beside=None if contender.beside is None else _ratio(by_name[contender.beside], row),
+            cost_beside=None if contender.beside is None else ratios(rates[contender.beside], rate),
         )
-        for contender, row in zip(contenders, turns, strict=True)
+        for contender, row in turns.items()
     ]
 
 
+def figures(workload: Workload, turns: Turns) -> dict[str, Spread]:
+    """Return the throughput relative to each other contender of the workload, and CPU times, by name.
+
+    The names are "table: teleloader to floor", "wire: client CPU of teleloader to floor" and so on.
+    """
+    found = {}
+    rates, cpu = (
+        _rates(turns),
+        {contender.name: [turn.cpu / turn.batches for turn in row] for contender, row in turns.items()},
+    )
+    for name in rates:
+        for base in rates:
+            if name != base:
+                found[f"{workload.name}: {name} to {base}"] = ratios(rates[name], rates[base])
+                found[f"{workload.name}: client CPU of {name} to {base}"] = ratios(cpu[name], cpu[base])
+    for row in evaluate(workload, turns):
+        found[f"{workload.name}: client CPU of {row.contender}"] = row.cpu_per_gb
+        if row.server_cpu_per_gb is not None:
+            found[f"{workload.name}: server CPU of {row.contender}"] = row.server_cpu_per_gb
+    return found
+
+
 def table(workload: Workload, figures: Sequence[Figures]) -> Table:
-    """Return a table of the figures: medians with minimum and maximum."""
+    """Return a table of the figures: medians with quartiles."""
     made = Table(title=f"{workload.name} - {workload.about}", title_justify="left", title_style="bold")
     made.add_column("contender", no_wrap=True)
-    for heading in ("batches/s", "MB/s", "to floor", "to torch local", "client CPU s/GB"):
+    for heading in ("batches/s", "MB/s", "to floor", "to torch local", "client CPU, s/GB", "server CPU, s/GB"):
         made.add_column(heading, justify="right", no_wrap=True)
     for found in figures:
         made.add_row(
             found.contender,
             found.batches_per_second.text(",.0f" if found.batches_per_second.middle >= 100 else ",.1f"),
             f"{found.bytes_per_second.middle / 1e6:,.0f}",
-            "-" if found.to_floor is None else found.to_floor.text(".2f"),
-            "-" if found.to_torch is None else found.to_torch.text(".2f" if found.to_torch.middle < 10 else ".1f"),
+            _cell(found.to_floor),
+            _cell(found.to_torch),
             found.cpu_per_gb.text(".2f"),
+            _cell(found.server_cpu_per_gb),
         )
     return made
 
@@ -97,5 +117,14 @@ def orders(figures: Sequence[Figures]) -> Table | None:
     return made if made.row_count else None
 
 
-def _ratio(row: Sequence[Turn], base: Sequence[Turn]) -> Spread:
-    return Spread.of([turn.rate / other.rate for turn, other in zip(row, base, strict=True)])
+def _rates(turns: Turns) -> dict[str, list[float]]:
+    return {contender.name: [turn.rate for turn in row] for contender, row in turns.items()}
+
+
+def _server_cpu(row: Sequence[Turn], nbytes: float) -> Spread | None:
+    measured = [turn.server_cpu / (turn.batches * nbytes) * 1e9 for turn in row if turn.server_cpu is not None]
+    return Spread.of(measured) if measured else None
+
+
+def _cell(spread: Spread | None) -> str:
+    return "-" if spread is None else spread.text(".2f" if spread.middle < 10 else ".1f")

@@ -7,8 +7,8 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -17,20 +17,34 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine
 from benchmarks.contenders import has_torch
+from benchmarks.crowd import Crowd
+from benchmarks.dispatching import Dispatching
 from benchmarks.first_batch import Resume, Start
+from benchmarks.memory import Memory
 from benchmarks.parts import Part, Setting, toml
-from benchmarks.processes import configured, end_forked, stats
+from benchmarks.processes import Servers, end_forked
+from benchmarks.response import Response
 from benchmarks.sharing import Share
+from benchmarks.sleeping import Sleeping
 from benchmarks.throughput import Throughput
 from benchmarks.workloads import WORKLOADS
 
 ROUNDS: Final = 7
 SECONDS: Final = 0.8
 QUICK_SECONDS: Final = 0.15
-WORKERS: Final = (1, 2)
 EXIT_INTERRUPTED: Final = 130
 
-_ALL: Final[Sequence[Part]] = (*map(Throughput, WORKLOADS.values()), Start(), Resume(), Share())
+_ALL: Final[Sequence[Part]] = (
+    *map(Throughput, WORKLOADS.values()),
+    Crowd(),
+    Share(),
+    Response(),
+    Dispatching(),
+    Sleeping(),
+    Memory(),
+    Start(),
+    Resume(),
+)
 PARTS: Final = {part.name: part for part in _ALL}
 
 
@@ -93,8 +107,10 @@ def _run(options: argparse.Namespace, chosen: Sequence[Part]) -> int:
         progress = stack.enter_context(Progress(*_columns(), console=console, auto_refresh=False, transient=True))
         bar = progress.add_task("starting servers", total=None)
         progress.refresh()
-        urls = stack.enter_context(_servers(options.server, chosen))
-        setting = Setting(urls, options.server is None, options.rounds, options.seconds, options.quick, options.large)
+        servers = Servers(stack, _config(chosen), options.server)
+        setting = Setting(
+            servers, options.server is None, options.rounds, options.seconds, options.quick, options.large
+        )
         jobs = {part.name: part.prepare(setting) for part in chosen}
         progress.update(bar, total=sum(job.steps for job in jobs.values()))
 
@@ -107,20 +123,10 @@ def _run(options: argparse.Namespace, chosen: Sequence[Part]) -> int:
             for table in outcome.tables:
                 console.print(table)
             results[name] = outcome.results
-    console.print("Medians over the rounds (minimum..maximum). Ratios are computed within each round.")
+    console.print("Medians over the rounds (quartiles). Ratios are computed within each round.")
     if options.json is not None:
         _write(options.json, {"command": command, "machine": facts, "workloads": results})
     return 0
-
-
-@contextmanager
-def _servers(url: str | None, chosen: Sequence[Part]) -> Iterator[dict[int, str]]:
-    """Yield URLs by number of workers: of the server at `url`, or of servers started on this machine."""
-    if url is not None:
-        yield {stats(url)["server"]["num_workers"]: url}
-        return
-    with ExitStack() as stack:
-        yield {count: stack.enter_context(configured(count, _config(chosen))).url for count in WORKERS}
 
 
 def _config(chosen: Sequence[Part]) -> str:

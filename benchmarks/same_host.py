@@ -1,8 +1,8 @@
 """Batches on one machine: a plain TCP socket, teleloader over HTTP, and teleloader with shared memory.
 
 ``python -m benchmarks.same_host --rounds 7``. All contenders take part in each round, and each round divides by its own
-plain socket. One worker process each; ``DataLoader(object)`` runs its server in the client's process, whose CPU time
-is therefore that of both.
+plain socket whose producer computes the batches. ``DataLoader(object)`` runs its server in the client's process, whose
+CPU time is therefore that of both. A batch has 256 images of 3x224x224 bytes.
 """
 
 from __future__ import annotations
@@ -12,32 +12,19 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final
 
-from benchmarks.contenders import Floor, Teleloader
-from benchmarks.processes import running
-from benchmarks.workloads import WIRE, Workload
+from benchmarks.contenders import InProcess, Socket, Teleloader
+from benchmarks.processes import Hosting, running
+from benchmarks.workloads import WIRE
 
+BATCH_BYTES: Final = 256 * 3 * 224 * 224
 WARM_UP: Final = 16
 """Batches before each measurement, while workers and buffers start."""
 
 
-class InThisProcess:
-    """``DataLoader(object)`` with one worker."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-
-    @contextmanager
-    def open(self) -> Iterator[Iterator[Any]]:
-        """Load an epoch."""
-        from teleloader import DataLoader
-
-        yield iter(DataLoader(self._workload.dataset(), batch_size=self._workload.batch_size, num_workers=1))
-
-
-def measure(opened: AbstractContextManager[Iterator[Any]], workload: Workload, batches: int) -> tuple[float, float]:
+def measure(opened: AbstractContextManager[Iterator[Any]], batches: int) -> tuple[float, float]:
     """Return bytes/s, and CPU seconds of this process per GB."""
     with opened as stream:
         for _ in itertools.islice(stream, WARM_UP):
@@ -47,7 +34,7 @@ def measure(opened: AbstractContextManager[Iterator[Any]], workload: Workload, b
             pass
         seconds, used = time.perf_counter() - began, time.process_time() - cpu
         del stream
-    nbytes = batches * workload.batch_bytes
+    nbytes = batches * BATCH_BYTES
     return nbytes / seconds, used / nbytes * 1e9
 
 
@@ -62,18 +49,19 @@ def main() -> None:
         lending = stack.enter_context(running(hosted, 1))
         sending = stack.enter_context(running(hosted, 1, "--limit", "max_lent_slots=0"))
         contenders: dict[str, Any] = {
-            "plain socket": Floor(WIRE, 1),
-            "HTTP": Teleloader(WIRE, sending.url, 1),
-            "shared memory": Teleloader(WIRE, lending.url, 1),
-            "shared memory, no checksum": Teleloader(WIRE, lending.url, 1, checksum=False),
-            "DataLoader(object)": InThisProcess(WIRE),
+            "plain socket, prepared": Socket(WIRE, 0),
+            "plain socket, computing": Socket(WIRE, 1),
+            "HTTP": Teleloader(WIRE, Hosting(sending.url)),
+            "shared memory": Teleloader(WIRE, Hosting(lending.url)),
+            "shared memory, no checksum": Teleloader(WIRE, Hosting(lending.url), checksum=False),
+            "DataLoader(object)": InProcess(WIRE),
         }
         results: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(options.rounds):
             order = list(contenders)
             for name in order[number % len(order) :] + order[: number % len(order)]:
-                results[name].append(measure(contenders[name].open(), WIRE, options.batches))
-    floors = [rate for rate, _ in results["plain socket"]]
+                results[name].append(measure(contenders[name].open(), options.batches))
+    floors = [rate for rate, _ in results["plain socket, computing"]]
     for name, measured in results.items():
         ratios = [rate / floor for (rate, _), floor in zip(measured, floors, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")

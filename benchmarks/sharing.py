@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from benchmarks.measuring import Spread
-from benchmarks.parts import Job, Outcome, Setting, Step, counted
+from benchmarks.parts import Job, Outcome, Setting, Step, counted, interleaved
 from benchmarks.processes import START_TIMEOUT, consumers, shared_here, stats
 
 NAME: Final = "worked"
@@ -94,14 +94,12 @@ class Share:
         return Job(1 + len(CASES) * setting.rounds, partial(self._run, setting))
 
     def _run(self, setting: Setting, step: Step) -> Outcome:
-        url, world_size = setting.fewest[1], QUICK_SHARE if setting.quick else 1
+        url, world_size = setting.servers.get(1).url, QUICK_SHARE if setting.quick else 1
         step(f"{self.name}: first batches")
         _turn(url, CASES[0], world_size)
-        rows: dict[Case, list[Turn]] = {case: [] for case in CASES}
-        for number in range(setting.rounds):
-            for case in CASES if number % 2 == 0 else reversed(CASES):
-                step(f"{self.name}: {case.name}, round {number + 1} of {setting.rounds}")
-                rows[case].append(_turn(url, case, world_size))
+        rows = interleaved(
+            CASES, setting.rounds, step, lambda case: f"share: {case.name}", lambda case: _turn(url, case, world_size)
+        )
         results = [{**asdict(case), "turns": [asdict(turn) for turn in row]} for case, row in rows.items()]
         return Outcome([_table(rows, BATCHES // world_size)], results)
 

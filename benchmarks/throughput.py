@@ -12,10 +12,10 @@ from functools import partial
 
 from rich.console import RenderableType
 
-from benchmarks.contenders import Contender, contenders
-from benchmarks.measuring import Turn, calibrate, measure
-from benchmarks.parts import Job, Outcome, Setting, Step
-from benchmarks.report import evaluate, orders, table
+from benchmarks.contenders import contenders
+from benchmarks.measuring import Contender, calibrate, measure
+from benchmarks.parts import Job, Outcome, Setting, Step, interleaved
+from benchmarks.report import evaluate, figures, orders, table
 from benchmarks.workloads import Workload
 
 
@@ -33,34 +33,33 @@ class Throughput:
     @property
     def hosted(self) -> Mapping[str, str]:
         """Return the dataset of the workload."""
-        return {self.workload.name: self.workload.table}
+        return {} if self.workload.missing else {self.workload.name: self.workload.table}
 
     def prepare(self, setting: Setting) -> Job:
         """Select the contenders."""
+        if self.workload.missing:
+            missing = ", ".join(self.workload.missing)
+            return Job(0, lambda _: Outcome([f"{self.name} is left out: {missing} is not installed"], []))
         found = contenders(self.workload, setting)
         return Job(len(found) * (setting.rounds + 1), partial(self._run, found, setting))
 
     def _run(self, found: Sequence[Contender], setting: Setting, step: Step) -> Outcome:
-        turns = self._turns(found, setting, step)
-        figures = evaluate(self.workload, found, turns)
-        beside = orders(figures)
-        tables: list[RenderableType] = [table(self.workload, figures), *([] if beside is None else [beside])]
-        results = [
-            {**dataclasses.asdict(row), "turns": [dataclasses.asdict(turn) for turn in taken]}
-            for row, taken in zip(figures, turns, strict=True)
-        ]
-        return Outcome(tables, results)
-
-    def _turns(self, found: Sequence[Contender], setting: Setting, step: Step) -> list[list[Turn]]:
-        """Return the turns of each contender, one per round; every other round is in reverse order."""
-        counts = []
+        counts = {}
         for contender in found:
             step(f"{self.name}: {contender.name}, first batches")
-            counts.append(calibrate(contender, self.workload, setting.seconds))
-        turns: list[list[Turn]] = [[] for _ in found]
-        for number in range(setting.rounds):
-            order = list(range(len(found)))
-            for i in order if number % 2 == 0 else reversed(order):
-                step(f"{self.name}: {found[i].name}, round {number + 1} of {setting.rounds}")
-                turns[i].append(measure(found[i], counts[i]))
-        return turns
+            counts[contender.name] = calibrate(contender, self.workload, setting.seconds)
+        turns = interleaved(
+            found,
+            setting.rounds,
+            step,
+            lambda contender: f"{self.name}: {contender.name}",
+            lambda contender: measure(contender, counts[contender.name]),
+        )
+        rows = evaluate(self.workload, turns)
+        beside = orders(rows)
+        tables: list[RenderableType] = [table(self.workload, rows), *([] if beside is None else [beside])]
+        results = [
+            {**dataclasses.asdict(row), "turns": [dataclasses.asdict(turn) for turn in taken]}
+            for row, taken in zip(rows, turns.values(), strict=True)
+        ]
+        return Outcome(tables, results, figures(self.workload, turns))

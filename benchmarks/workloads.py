@@ -1,31 +1,36 @@
 """Workloads of the benchmarks. Servers host their datasets as ``benchmarks.workloads:WIRE.dataset`` and so on.
 
 `wire` and `small` do no work, so that only the loader is measured; the others resemble real training data.
-`Workload.fill` computes a batch for producers with plain sockets.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import islice
 from pkgutil import resolve_name
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from teleloader_shared.codec import BatchId, to_bytes
+
 Arrays = list[NDArray[Any]]
 
 EPOCH_BATCHES: Final = 10**6
+FRAMES: Final = 8
+"""Number of batches whose sizes the floor repeats."""
 
 
 class InMemory:
     """Dataset in memory of any length; sample i is row ``i % len(rows)``."""
 
-    def __init__(self, rows: NDArray[Any], length: int) -> None:
-        self._rows = rows
+    def __init__(self, shape: tuple[int, ...], dtype: str, length: int) -> None:
+        self._rows = _rows(shape, dtype)
         self._length = length
 
     def __len__(self) -> int:
@@ -36,12 +41,30 @@ class InMemory:
         return sample
 
 
-class WholeBatches(InMemory):
-    """Dataset in memory that returns a whole batch for an array of indices."""
+class Table:
+    """Table in memory; a sample is a row of 32 float32 values and its label."""
 
-    def __getbatch__(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+    ROWS: Final = 10**6
+
+    def __init__(self, length: int) -> None:
+        self._rows = _rows((self.ROWS, 32), "float32")
+        self._labels = np.arange(self.ROWS) % 1000
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.float32], np.int64]:
+        index %= self.ROWS
+        return self._rows[index], self._labels[index]
+
+
+class WholeBatches(Table):
+    """The same table, which returns a whole batch for an array of indices."""
+
+    def __getbatch__(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return the batch without computing single samples."""
-        return self._rows.take(indices, axis=0, mode="wrap")
+        return self._rows.take(indices, axis=0, mode="wrap"), self._labels.take(indices, mode="wrap")
 
 
 class Ragged:
@@ -91,47 +114,66 @@ class Photographs:
         return self._length
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        from PIL import Image
-
         generator = np.random.default_rng(index)
         width, height = self.SIZE
         size = int(generator.integers(160, height))
         left, top = int(generator.integers(0, width - size)), int(generator.integers(0, height - size))
-        with Image.open(io.BytesIO(self._files[index % self.FILES])) as image:
-            part = image.convert("RGB").resize(
-                (224, 224), Image.Resampling.BILINEAR, (left, top, left + size, top + size)
-            )
-        return np.array(part).transpose(2, 0, 1)
+        return self._decoded(self._files[index % self.FILES], left, top, size).transpose(2, 0, 1)
+
+    @staticmethod
+    def _decoded(file: bytes, left: int, top: int, size: int) -> NDArray[np.uint8]:
+        """Decode a file; crop a square, and resize it to 224x224."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(file)) as image:
+            box = (left, top, left + size, top + size)
+            return np.array(image.convert("RGB").resize((224, 224), Image.Resampling.BILINEAR, box))
+
+
+class NativePhotographs(Photographs):
+    """The same files, decoded by simplejpeg and resized by OpenCV, whose pixels differ slightly from Pillow's."""
+
+    @staticmethod
+    def _decoded(file: bytes, left: int, top: int, size: int) -> NDArray[np.uint8]:
+        import cv2
+        import simplejpeg
+
+        cv2.setNumThreads(1)  # each worker process uses one core
+        crop = simplejpeg.decode_jpeg(file)[top : top + size, left : left + size]
+        resized: NDArray[np.uint8] = cv2.resize(crop, (224, 224), interpolation=cv2.INTER_LINEAR)
+        return resized
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Dataset with batch size and collate function; samples of equal shape are stacked."""
+    """Dataset with batch size and collate function."""
 
     name: str
     """Name of the variable in this module, in lower case."""
     about: str
     batch_size: int
-    sample_shape: tuple[int, ...]
-    dtype: str
-    rows: int
-    """Number of different samples, which the batch size does not divide, so that consecutive batches differ."""
-    shuffled: bool = False
-    """True if all contenders load the samples in a random order."""
+    make: Callable[[int], Any]
+    """Constructs the dataset with a given length."""
+    order_length: int | None = None
+    """Number of samples that all contenders load in a random order; None selects ascending order."""
     whole_batches: bool = False
     """True if contenders fetch whole batches with `__getbatch__`."""
     collate: str | None = None
     """Collate function as ``module:function``, imported only when needed; None selects torch's default."""
+    num_workers: int = 1
+    """Number of processes that run the dataset."""
+    requires: Sequence[str] = ()
+    """Optional modules that the dataset imports."""
 
     @property
-    def max_bytes(self) -> int:
-        """Maximum number of bytes that `fill` writes."""
-        return self.batch_bytes
+    def missing(self) -> list[str]:
+        """Optional modules that are not installed."""
+        return [module for module in self.requires if importlib.util.find_spec(module) is None]
 
     @property
-    def batch_bytes(self) -> int:
-        """Bytes of a batch's elements, counted for every contender regardless of its encoding."""
-        return self.batch_size * int(np.prod(self.sample_shape)) * np.dtype(self.dtype).itemsize
+    def shuffled(self) -> bool:
+        """True if all contenders load the samples in a random order."""
+        return self.order_length is not None
 
     @property
     def table(self) -> str:
@@ -146,112 +188,97 @@ class Workload:
 
     def dataset(self) -> Any:
         """Return the dataset, longer than any run."""
-        kind = WholeBatches if self.whole_batches else InMemory
-        return kind(_rows(self), EPOCH_BATCHES * self.batch_size)
+        return self.make(EPOCH_BATCHES * self.batch_size)
 
     def order(self) -> Iterator[int]:
         """Return sample indices in the order of contenders without shuffling."""
-        if not self.shuffled:
+        if self.order_length is None:
             yield from range(EPOCH_BATCHES * self.batch_size)
-        while self.shuffled:
-            yield from np.random.default_rng(0).permutation(self.rows).tolist()
+            return
+        while True:
+            yield from np.random.default_rng(0).permutation(self.order_length).tolist()
 
-    def fill(self, dataset: Any, indices: Sequence[int], out: NDArray[np.uint8]) -> int:
-        """Write a batch to the start of `out`; return its size in bytes."""
-        batch = out.view(self.dtype).reshape(self.batch_size, *self.sample_shape)
+    def batches(self) -> Iterator[list[int]]:
+        """Return the indices of each batch in this order."""
+        order = self.order()
+        return iter(lambda: list(islice(order, self.batch_size)), [])
+
+    def columns(self, dataset: Any, indices: Sequence[int]) -> list[Any]:
+        """Return the arrays of a batch, each either as an array or as a sequence of the samples' values."""
         if self.whole_batches:
-            batch[:] = dataset.__getbatch__(np.asarray(indices))
-        else:
-            np.stack([dataset[i] for i in indices], out=batch)
-        return out.nbytes
-
-    def arrays(self, batch: Any) -> Arrays:
-        """Return the arrays of a batch of any contender."""
-        if isinstance(batch, memoryview):
-            return [np.frombuffer(batch, self.dtype).reshape(self.batch_size, *self.sample_shape)]
-        return [np.asarray(batch)]
-
-    def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
-        """Return the expected arrays."""
-        return [np.stack([dataset[i] for i in indices])]
-
-
-class Padded(Workload):
-    """Workload of sequences that are padded in each batch."""
-
-    __slots__ = ()
-
-    @property
-    def max_bytes(self) -> int:
-        """Maximum number of bytes that `fill` writes."""
-        return 8 + self.batch_size * 8 * 257
-
-    def dataset(self) -> Ragged:
-        """Return the dataset, longer than any run."""
-        return Ragged(EPOCH_BATCHES * self.batch_size)
-
-    def fill(self, dataset: Any, indices: Sequence[int], out: NDArray[np.uint8]) -> int:
-        """Write the longest sample's length, all lengths, and the rows."""
+            return arrays(dataset.__getbatch__(np.asarray(indices)))
         samples = [dataset[i] for i in indices]
-        words = out.view(np.int64)
-        words[0] = longest = max(map(len, samples))
-        words[1 : 1 + self.batch_size] = [len(sample) for sample in samples]
-        ids = words[1 + self.batch_size :][: self.batch_size * longest].reshape(self.batch_size, longest)
-        ids[:] = 0
-        for row, sample in zip(ids, samples, strict=True):
-            row[: len(sample)] = sample
-        return 8 * (1 + self.batch_size * (1 + longest))
-
-    def arrays(self, batch: Any) -> Arrays:
-        """Return tokens and lengths."""
-        if isinstance(batch, memoryview):
-            words = np.frombuffer(batch, np.int64)
-            lengths, ids = words[1 : 1 + self.batch_size], words[1 + self.batch_size :]
-            return [ids.reshape(self.batch_size, int(words[0])), lengths]
-        return [np.asarray(batch["ids"]), np.asarray(batch["lengths"])]
+        if self.collate is not None:
+            return arrays(self.collate_function(samples))
+        return list(zip(*samples, strict=True)) if isinstance(samples[0], tuple) else [samples]
 
     def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
-        """Return tokens and lengths."""
-        return self.arrays(self.collate_function([dataset[i] for i in indices]))
+        """Return the arrays of a batch."""
+        columns = self.columns(dataset, indices)
+        return [column if isinstance(column, np.ndarray) else np.stack(column) for column in columns]
 
 
-class Decoded(Workload):
-    """Workload of samples that are decoded."""
-
-    __slots__ = ()
-
-    def dataset(self) -> Photographs:
-        """Return the dataset, longer than any run."""
-        return Photographs(EPOCH_BATCHES * self.batch_size)
+def arrays(batch: Any) -> Arrays:
+    """Return the arrays of a batch, in the order of its keys or elements."""
+    if isinstance(batch, Mapping):
+        return [array for value in batch.values() for array in arrays(value)]
+    if isinstance(batch, tuple | list):
+        return [array for value in batch for array in arrays(value)]
+    return [np.asarray(batch)]
 
 
 @cache
-def _rows(workload: Workload) -> NDArray[Any]:
-    shape = (workload.rows, *workload.sample_shape)
-    size = int(np.prod(shape)) * np.dtype(workload.dtype).itemsize
+def sizes(workload: Workload) -> tuple[list[int], float]:
+    """Return the sizes of the first frames as a server sends them, and the mean size of their elements, in bytes."""
+    dataset, found, content = workload.dataset(), [], 0
+    for k, indices in enumerate(islice(workload.batches(), FRAMES)):
+        batch = workload.expected(dataset, indices)
+        found.append(len(to_bytes(BatchId("0" * 32, 0, k), batch)))
+        content += sum(array.nbytes for array in batch)
+    return found, content / FRAMES
+
+
+@cache
+def _rows(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     values = np.random.default_rng(0).integers(0, 64, size, np.uint8)  # as floats, these bytes contain no NaN
-    return values.view(workload.dtype).reshape(shape)
+    return values.view(dtype).reshape(shape)
 
 
-WIRE: Final = Workload("wire", "38.5 MB batches: 256 images of 3x224x224, uint8", 256, (3, 224, 224), "uint8", rows=257)
-SMALL: Final = Workload("small", "4 KB batches: one sample of 1024 float32", 1, (1024,), "float32", rows=1009)
+# 257 and 1009 rows, which the batch sizes do not divide, so that consecutive batches differ
+WIRE: Final = Workload(
+    "wire", "38.5 MB batches: 256 images of 3x224x224, uint8", 256, partial(InMemory, (257, 3, 224, 224), "uint8")
+)
+SMALL: Final = Workload(
+    "small", "4 KB batches: one sample of 1024 float32", 1, partial(InMemory, (1009, 1024), "float32")
+)
 TABLE: Final = Workload(
-    "table", "1,000,000 rows of 32 float32, shuffled, 256 per batch, fetched one by one", 256, (32,), "float32", 10**6,
-    shuffled=True,
+    "table", "1,000,000 rows of 32 float32 and an int64 label, shuffled, 256 a batch, fetched one by one", 256, Table,
+    Table.ROWS,
 )  # fmt: skip
 WHOLE: Final = Workload(
-    "whole", "the same table, fetched as whole batches", 256, (32,), "float32", 10**6, shuffled=True, whole_batches=True
+    "whole", "the same table, fetched as whole batches", 256, WholeBatches, Table.ROWS, whole_batches=True
 )
-TOKENS: Final = Padded(
+TOKENS: Final = Workload(
     "tokens",
-    "sequences of 16 to 255 int64 tokens, padded, 32 per batch",
-    32,
-    (170,),
-    "int64",
-    1009,
+    "250 KB batches: 120 sequences of 16 to 255 int64 tokens, padded",
+    120,
+    Ragged,
     collate="benchmarks.padding:pad",
 )
-JPEG: Final = Decoded(
-    "jpeg", "JPEGs of 500x375, decoded, cropped, resized to 3x224x224, 64 per batch", 64, (3, 224, 224), "uint8", 2000
+JPEG: Final = Workload(
+    "jpeg",
+    "9.6 MB batches: 64 JPEGs of 500x375, decoded, cropped, resized to 3x224x224",
+    64,
+    Photographs,
+    num_workers=2,
 )
-WORKLOADS: Final = {workload.name: workload for workload in (WIRE, SMALL, TABLE, WHOLE, TOKENS, JPEG)}
+JPEG_NATIVE: Final = Workload(
+    "jpeg_native",
+    "the same JPEGs, decoded by simplejpeg, resized by OpenCV",
+    64,
+    NativePhotographs,
+    num_workers=2,
+    requires=("simplejpeg", "cv2"),
+)
+WORKLOADS: Final = {workload.name: workload for workload in (WIRE, SMALL, TABLE, WHOLE, TOKENS, JPEG, JPEG_NATIVE)}

@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
         report.write()
     chosen = [MEASUREMENTS[name] for name in options.measurements or MEASUREMENTS]
     _measure(chosen, options, accelerator, console, report, deadline)
-    console.print("Medians over the rounds (minimum..maximum). Ratios are computed within each round.", highlight=False)
+    console.print("Medians over the rounds (quartiles). Ratios are computed within each round.", highlight=False)
     console.print(f"All rounds are in {report.path}", highlight=False)
     for failure in report.failures:
         console.print(f"FAILED: {escape(failure)}", style="bold red", highlight=False)

@@ -57,7 +57,7 @@ class Stepping:
                 taken.append({"step_ms": milliseconds, "data_wait": wait, "to_ceiling": milliseconds / ceiling})
         table = new_table(
             f"step - {setting.config.batch_size} images of 3x224x224, "
-            f"{setting.config.batch_size * SAMPLE_BYTES / 1e6:.1f} MB; median (minimum..maximum){rounds.note}",
+            f"{setting.config.batch_size * SAMPLE_BYTES / 1e6:.1f} MB; median (quartiles){rounds.note}",
             "contender", "compute, ms", "step, ms", "images/s", "of the step, waits for data",
         )  # fmt: skip
         for (name, compute), taken in found.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -26,7 +26,7 @@ from teleloader_shared import dtypes
 from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, TeleloaderError
 from teleloader_shared.spec import Compression
 from teleloader_shared.text import short
-from teleloader_shared.tree import ArrayLeaf, Leaf, flatten, is_columnar, unflatten, unflatten_columns
+from teleloader_shared.tree import ArrayLeaf, Leaf, flatten, is_columnar, layout, unflatten, unflatten_columns
 
 MAGIC: Final = b"TLF1"
 ALIGNMENT: Final = 64
@@ -39,7 +39,6 @@ _BIN32_START: Final = struct.Struct(">BI")
 _ARRAY32, _FIXSTR4, _UINT64, _UINT32, _TRUE, _FALSE, _BIN8, _BIN32 = 0xDD, 0xA4, 0xCF, 0xCE, 0xC3, 0xC2, 0xC4, 0xC6
 _VALUES_BEFORE_SEGMENTS: Final = 6
 _BIN8_HEAD: Final = 2
-_PADS: Final = tuple(bytes((_BIN8, size)) + bytes(size) for size in range(ALIGNMENT))
 _BIN32_HEAD: Final = 5
 
 HEADER_SHARE: Final = 32
@@ -225,61 +224,132 @@ class FrameWriter:
         compression: Compression | None = None,
         max_bytes: int = DEFAULT_MAX_BATCH_BYTES,
     ) -> None:
-        header: dict[str, Any] = {"loader": batch_id.loader, "epoch": batch_id.epoch, "batch": batch_id.batch}
-        self._leaves: list[Leaf] = []
-        if shard_state is not None:
-            header["shard_state"] = shard_state
-        if isinstance(content, Failure):
-            header["failure"] = _failure_fields(content)
-        elif isinstance(content, End):
-            header["end"] = {name: getattr(content, name) for name in End.__slots__}
-        else:
-            header["padding"] = padding
-            header["tree"], self._leaves = flatten(content, name)
-        sizes = [dtypes.storage(leaf.dtype_name).itemsize * prod(leaf.shape) for leaf in self._leaves]
-        if sum(sizes) > max_bytes:
-            raise BatchTooLarge(_too_large(batch_id, sum(sizes), max_bytes))
-        if compression is not None and sizes:
-            header["compression"] = compression
-            self._leaves = [_compressed(leaf, compression) for leaf in self._leaves]
-            sizes = [prod(leaf.shape) for leaf in self._leaves]
-        try:
-            self._header: bytes = msgpack.packb(header, use_bin_type=True)
-        except UnicodeEncodeError as error:
-            raise EncodeError(f"cannot encode {batch_id}: a string is not valid Unicode: {error}") from None
-        _check_header(batch_id, len(self._header), max_bytes)
         self._checksum = checksum
-        self._segments: list[tuple[int, int]] = []
-        end = PROLOGUE_SIZE + len(self._header)
-        for size in sizes:
-            if size >= 2**32:
-                raise BatchTooLarge(f"{batch_id} has an array of {size:,} bytes, over 4 GiB: use a smaller batch_size")
-            start = _aligned(end + _BIN8_HEAD + _BIN32_HEAD)
-            self._segments.append((start, size))
-            end = start + size
-        self.nbytes = _aligned(end + _BIN8_HEAD)
+        self._number: bytes = msgpack.packb(batch_id.batch)
+        leaves: list[Leaf] = []
+        # compressed arrays vary in size, and the states of shards in length
+        tree = layout(content, leaves) if compression is None and shard_state is None else None
+        key = (batch_id.loader, batch_id.epoch, len(self._number), padding, max_bytes, tree)
+        found = None if tree is None else _layouts.get(key)
+        if found is None:
+            header, leaves = _header(batch_id, content, padding, shard_state, name, compression, max_bytes)
+            found = _lay_out(batch_id, header, leaves, max_bytes)
+            if tree is not None and len(header) <= _MAX_KEPT_HEADER:
+                if len(_layouts) >= _MAX_KEPT_LAYOUTS:
+                    _layouts.clear()
+                _layouts[key] = found
+        self._layout = found
+        self._leaves = leaves
+        self.nbytes = found.nbytes
         """Size of the frame in bytes, a multiple of 64."""
-        if self.nbytes > max_bytes:
-            raise BatchTooLarge(_too_large(batch_id, self.nbytes, max_bytes))
 
     def write(self, buffer: NDArray[np.uint8]) -> None:
         """Write the frame to the first `nbytes` bytes of `buffer` (uint8, contiguous, aligned to 64 bytes)."""
         raw = buffer.data
-        end = PROLOGUE_SIZE + len(self._header)
-        raw[PROLOGUE_SIZE:end] = self._header
-        for leaf, (start, size) in zip(self._leaves, self._segments, strict=True):
-            _write_pad(raw, end, start - _BIN32_HEAD)
-            _BIN32_START.pack_into(raw, start - _BIN32_HEAD, _BIN32, size)
-            leaf.write(np.ndarray(leaf.shape, dtypes.storage(leaf.dtype_name), raw, start))
-            end = start + size
-        _write_pad(raw, end, self.nbytes)
-        values = _VALUES_BEFORE_SEGMENTS + 2 * len(self._segments) + 1
-        digest = xxhash.xxh3_64_intdigest(raw[PROLOGUE_SIZE : self.nbytes]) if self._checksum else 0
+        before, after, segments, last_pad, nbytes = self._layout
+        header = before + self._number + after
+        raw[PROLOGUE_SIZE : PROLOGUE_SIZE + len(header)] = header
+        for leaf, (start, head, dtype) in zip(self._leaves, segments, strict=True):
+            raw[start - len(head) : start] = head
+            leaf.write(np.ndarray(leaf.shape, dtype, raw, start))
+        raw[nbytes - len(last_pad) : nbytes] = last_pad
+        values = _VALUES_BEFORE_SEGMENTS + 2 * len(segments) + 1
+        digest = xxhash.xxh3_64_intdigest(raw[PROLOGUE_SIZE:nbytes]) if self._checksum else 0
         flag = _TRUE if self._checksum else _FALSE
         _PROLOGUE.pack_into(
-            raw, 0, _ARRAY32, values, _FIXSTR4, MAGIC, _UINT64, self.nbytes, flag, _UINT64, digest, _UINT32,
-            len(self._header),
-        )  # fmt: skip
+            raw, 0, _ARRAY32, values, _FIXSTR4, MAGIC, _UINT64, nbytes, flag, _UINT64, digest, _UINT32, len(header)
+        )
+
+
+class _Segment(NamedTuple):
+    """Position of an array in a frame."""
+
+    start: int
+    head: bytes
+    """Bytes directly before the array: padding, and the head of a msgpack bin32 value."""
+    dtype: np.dtype[np.generic]
+
+
+class _Layout(NamedTuple):
+    """Bytes of a frame that do not depend on the batch number and the elements of its arrays.
+
+    Consecutive batches usually have equal layouts. Describing and encoding the tree of each would take a third of the
+    time that a worker needs for the frame of a small batch.
+    """
+
+    before: bytes
+    """Header before the batch number."""
+    after: bytes
+    """Header after the batch number."""
+    segments: list[_Segment]
+    last_pad: bytes
+    nbytes: int
+    """Size of the frame."""
+
+
+_MAX_KEPT_LAYOUTS: Final = 256
+_MAX_KEPT_HEADER: Final = 4096
+_layouts: Final[dict[Hashable, _Layout]] = {}
+"""Layouts of recent frames, by everything that they depend on; cleared when it is full."""
+
+
+def _header(
+    batch_id: BatchId,
+    content: object,
+    padding: int,
+    shard_state: str | None,
+    name: str,
+    compression: Compression | None,
+    max_bytes: int,
+) -> tuple[bytes, list[Leaf]]:
+    """Return the header of a frame, and the arrays of the frame."""
+    header: dict[str, Any] = {"loader": batch_id.loader, "epoch": batch_id.epoch, "batch": batch_id.batch}
+    leaves: list[Leaf] = []
+    if shard_state is not None:
+        header["shard_state"] = shard_state
+    if isinstance(content, Failure):
+        header["failure"] = _failure_fields(content)
+    elif isinstance(content, End):
+        header["end"] = {name: getattr(content, name) for name in End.__slots__}
+    else:
+        header["padding"] = padding
+        header["tree"], leaves = flatten(content, name)
+    size = sum(map(_size, leaves))
+    if size > max_bytes:
+        raise BatchTooLarge(_too_large(batch_id, size, max_bytes))
+    if compression is not None and leaves:
+        header["compression"] = compression
+        leaves = [_compressed(leaf, compression) for leaf in leaves]
+    try:
+        packed: bytes = msgpack.packb(header, use_bin_type=True)
+    except UnicodeEncodeError as error:
+        raise EncodeError(f"cannot encode {batch_id}: a string is not valid Unicode: {error}") from None
+    _check_header(batch_id, len(packed), max_bytes)
+    return packed, leaves
+
+
+def _lay_out(batch_id: BatchId, header: bytes, leaves: list[Leaf], max_bytes: int) -> _Layout:
+    segments = []
+    end = PROLOGUE_SIZE + len(header)
+    for leaf in leaves:
+        size = _size(leaf)
+        if size >= 2**32:
+            raise BatchTooLarge(f"{batch_id} has an array of {size:,} bytes, over 4 GiB: use a smaller batch_size")
+        start = _aligned(end + _BIN8_HEAD + _BIN32_HEAD)
+        head = _pad(start - _BIN32_HEAD - end) + _BIN32_START.pack(_BIN32, size)
+        segments.append(_Segment(start, head, dtypes.storage(leaf.dtype_name)))
+        end = start + size
+    nbytes = _aligned(end + _BIN8_HEAD)
+    if nbytes > max_bytes:
+        raise BatchTooLarge(_too_large(batch_id, nbytes, max_bytes))
+    # the header begins with the encoding of this map, except that it has more entries
+    until_number = len(msgpack.packb({"loader": batch_id.loader, "epoch": batch_id.epoch, "batch": batch_id.batch}))
+    number_size = len(msgpack.packb(batch_id.batch))
+    return _Layout(header[: until_number - number_size], header[until_number:], segments, _pad(nbytes - end), nbytes)
+
+
+def _size(leaf: Leaf) -> int:
+    return int(dtypes.storage(leaf.dtype_name).itemsize * prod(leaf.shape))
 
 
 def to_bytes(batch_id: BatchId, content: object, **options: Any) -> bytes:
@@ -366,7 +436,7 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES, *, verify
     """
     start, end = 0, len(memory.data)
     raw, max_header = memory.data.data, _header_limit(max_bytes)
-    layout: _Layout | None = None
+    layout: _ReadLayout | None = None
     is_regular = True
     while start < end:
         if layout is not None:
@@ -381,7 +451,7 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES, *, verify
         # where layouts alternate, the attempts would cost more than they save
         is_regular = is_regular and (layout is None or layout.is_used)
         if is_regular and envelope.size <= min(_SMALL_FRAME, (end - start) // 3):
-            layout = _layout(frame, envelope, memory.data[start : start + envelope.size])
+            layout = _read_layout(frame, envelope, memory.data[start : start + envelope.size])
             is_regular = layout is not None
         else:
             layout = None
@@ -435,7 +505,7 @@ class _Array(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Layout:
+class _ReadLayout:
     """Decoder of frames that differ from a valid frame only in batch number, checksum and elements of arrays."""
 
     frame: Frame
@@ -489,7 +559,7 @@ class _Layout:
             yield Frame(BatchId(loader, epoch, next(numbers)), content, padding, size, None, cost)
 
 
-def _layout(frame: Frame, envelope: Envelope, data: NDArray[np.uint8]) -> _Layout | None:
+def _read_layout(frame: Frame, envelope: Envelope, data: NDArray[np.uint8]) -> _ReadLayout | None:
     """Return the layout of a valid frame with the bytes `data`; None if frames like it cannot be decoded together."""
     header: dict[str, Any] = msgpack.unpackb(envelope.header)
     # the batch number has a known position only in a header with these first fields and without duplicates
@@ -518,7 +588,7 @@ def _layout(frame: Frame, envelope: Envelope, data: NDArray[np.uint8]) -> _Layou
 
     unflatten(header["tree"], place)
     constant = [slice(a.stop, b.start) for a, b in pairwise([slice(0), *variable, slice(len(data), None)])]
-    return _Layout(
+    return _ReadLayout(
         frame, header["tree"], arrays, [(where, data[where].copy()) for where in constant], number, has_checksum
     )
 
@@ -668,9 +738,9 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _write_pad(raw: memoryview, start: int, end: int) -> None:
-    """Fill [start, end) with a msgpack bin8 value of zeros."""
-    raw[start:end] = _PADS[end - start - _BIN8_HEAD]
+def _pad(size: int) -> bytes:
+    """Return a msgpack bin8 value of zeros with `size` bytes, at most `ALIGNMENT` + 1."""
+    return bytes((_BIN8, size - _BIN8_HEAD)) + bytes(size - _BIN8_HEAD)
 
 
 def _header_limit(max_bytes: int) -> int:

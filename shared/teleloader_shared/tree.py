@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sized
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sized
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from functools import cached_property
@@ -103,6 +103,44 @@ def flatten(batch: object, name: str = "batch") -> tuple[Any, list[Leaf]]:
     return describer.describe(batch, name, 0), describer.leaves
 
 
+def layout(batch: object, leaves: list[Leaf], depth: int = 0) -> Hashable | None:
+    """Return a key of the tree of a batch without creating the tree: batches with equal keys have equal trees.
+
+    Args:
+        batch: Any value that a batch can hold.
+        leaves: List to which the arrays of the batch are appended, in the order of `flatten`.
+        depth: Nesting level of `batch`.
+
+    Returns:
+        None if the tree does not depend on structure, shapes and dtypes alone, is large, or cannot be encoded.
+    """
+    exact = type(batch)
+    if exact is dict or exact is list or exact is tuple:
+        container: Any = batch
+        if len(container) > _MAX_ITEMS or depth == _MAX_LEVELS:
+            return None
+        key: list[Hashable] = [exact]
+        if exact is dict:
+            if not all(type(name) is str for name in container):
+                return None
+            key += container
+            container = container.values()
+        for item in container:
+            found = layout(item, leaves, depth + 1)
+            if found is None:
+                return None
+            key.append(found)
+        return tuple(key)
+    try:
+        leaf = _leaf(batch, "")
+    except EncodeError:  # `flatten` raises it with the path of the value
+        return None
+    if leaf is None:
+        return None
+    leaves.append(leaf)
+    return leaf.dtype_name, leaf.shape, leaf.kind
+
+
 def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
     """Reconstruct a batch from a tree of msgpack types; `make_leaf` is called for each array, in order.
 
@@ -126,6 +164,9 @@ class _Budget:
 
 # -- encoding
 
+_MAX_ITEMS: Final = 16
+_MAX_LEVELS: Final = 3
+"""`layout` returns None for containers with more items or levels, which take longer to compare than to encode."""
 _MSGPACK_TYPES: Final = (bool, float, str, bytes)
 _DICTS: Final[dict[type, str]] = {
     dict: "dict",
@@ -322,11 +363,11 @@ def _leaf(value: Any, path: str) -> Leaf | None:
 
 def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf:
     name = dtypes.name_of(array.dtype)
-    if name not in dtypes.NAMES:
+    if name not in dtypes.NUMPY and name not in dtypes.EXTENDED:
         raise EncodeError(_no_dtype(path, "an array", array.dtype))
     if isinstance(array, np.ma.MaskedArray):
         raise EncodeError(f"cannot encode {path}: masked arrays are not supported. Return data and mask as two arrays")
-    return ArrayLeaf(name, kind, dtypes.bits_of(array))
+    return ArrayLeaf(name, kind, array if name in dtypes.NUMPY else dtypes.bits_of(array))
 
 
 def _tensor_leaf(torch: Any, tensor: Any, path: str) -> ArrayLeaf:

@@ -25,6 +25,7 @@ from teleloader_server.loading.datasets import host
 from teleloader_server.permissions import READ, UNCHECKED, needs
 from teleloader_server.web.app import create_app
 from teleloader_server.web.authentication import GuardedRoute
+from teleloader_server.web.direct_routes import DirectRoute
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared import codec
 from teleloader_shared.codec import BatchId
@@ -263,9 +264,9 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("POST", "/v1/loaders"): (GuardedRoute, "read"),
     ("GET", "/v1/loaders/{key}"): (GuardedRoute, "read"),
     ("DELETE", "/v1/loaders/{key}"): (GuardedRoute, "read"),
-    ("GET", "/v1/loaders/{key}/epochs/{epoch}/batches/{k}"): (GuardedRoute, "read"),
-    ("GET", "/v1/loaders/{key}/epochs/{epoch}/batches"): (GuardedRoute, "read"),
-    ("POST", "/v1/loaders/{key}/epochs/{epoch}/batches"): (GuardedRoute, "read"),
+    ("GET", "/v1/loaders/{key}/epochs/{epoch}/batches/{k}"): (DirectRoute, "read"),
+    ("GET", "/v1/loaders/{key}/epochs/{epoch}/batches"): (DirectRoute, "read"),
+    ("POST", "/v1/loaders/{key}/epochs/{epoch}/batches"): (DirectRoute, "read"),
     ("WEBSOCKET", "/v1/loaders/{key}/stream"): (APIWebSocketRoute, "read"),
     ("GET", "/v1/servers"): (GuardedRoute, "read"),
     ("POST", "/v1/servers"): (GuardedRoute, "announce"),
@@ -347,12 +348,15 @@ async def plain(scope: Any, receive: Any, send: Any) -> None:
         APIRoute("/v1/leak", leak),
         APIRoute("/v1/datasets/{name}", leak, methods=["GET"]),
         GuardedRoute("/v1/leak", needs(UNCHECKED)(leak)),
+        DirectRoute("/v1/leak", needs(UNCHECKED)(leak)),
         Route("/v1/leak", plain),
         Mount("/v1/leak", plain),
         APIWebSocketRoute("/v1/leak", needs(READ)(leak)),
     ],
-    ids=["a route", "a known path", "a guarded route", "a plain route", "an application", "a WebSocket"],
-)
+    ids=[
+        "a route", "a known path", "a guarded route", "a direct route", "a plain route", "an application", "WebSocket",
+    ],
+)  # fmt: skip
 def test_a_new_route_is_found(app: FastAPI, route: Any) -> None:
     """A new route fails `test_all_routes_are_known` until it is added to `ROUTES`, so that it is tested."""
     app.router.routes.append(route)

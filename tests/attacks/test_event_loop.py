@@ -259,9 +259,9 @@ def in_frame(header: Any, raw: bytes | None = None) -> bytes:
     """Return a frame with this header and no arrays."""
     content = msgpack.packb(header) if raw is None else raw
     writer = codec.FrameWriter(BatchId("", 0, 0), [1], checksum=False)
-    writer._header = content
-    writer.nbytes = -(-(codec.PROLOGUE_SIZE + len(content) + 2) // 64) * 64
-    buffer = np.empty(writer.nbytes, np.uint8)
+    writer._number = b""
+    writer._layout = codec._lay_out(BatchId("", 0, 0), content, [], 2**30)._replace(before=content, after=b"")
+    buffer = np.empty(writer._layout.nbytes, np.uint8)
     writer.write(buffer)
     return buffer.tobytes()
 

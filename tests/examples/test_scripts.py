@@ -11,7 +11,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from tests.conftest import ROOT, StartServer, need
-from tests.examples.running import figure, run_example
+from tests.examples.running import figure, need_framework, run_example
 
 
 def test_a_plain_pytorch_loop(start_server: StartServer) -> None:
@@ -45,6 +45,17 @@ def test_two_ranks_see_each_sample_exactly_once(arguments: tuple[str, ...], free
     ]
     assert len({line.split("first")[1] for line in epochs}) == 4
     assert figure("error", printed) < 1e-3
+
+
+def test_native_decoding_of_jpeg_files() -> None:
+    """With simplejpeg and OpenCV, a dataset returns almost the same pixels as with Pillow."""
+    need_framework("simplejpeg")
+    need_framework("cv2")
+    printed = run_example("examples/native_jpeg.py")
+    assert figure("PillowImages", printed) > 0
+    assert figure("NativeImages", printed) > 0
+    assert figure("mean difference", printed) < 1
+    assert figure("maximum difference", printed) < 16
 
 
 def test_asyncio() -> None:

@@ -89,7 +89,7 @@ async def test_an_evicted_batch_is_recomputed_from_the_same_indices() -> None:
 
     lists = {k: f"list {k}".encode() for k in range(4)}
     request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)), indices=lists)
-    async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
         await begun()
         assert [(worker, task.batch_id.batch) for worker, task in pool.tasks] == [(0, 0), (1, 1), (0, 2), (1, 3)]
         lost = [pair for pair in pool.tasks if pair[0] == 0]
@@ -125,7 +125,7 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
         spec = LoaderSpec(dataset="data", batch_size=1, seed=seed)
         loader = Loader(spec.key, spec, 100, 100)
         request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 1)))
-        async with engine.batches(loader, quota, request, lambda: None):
+        with engine.batches(loader, quota, request, lambda: None):
             pass
     engine.forget_idle()
     first = len(forgotten)
@@ -142,9 +142,51 @@ async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> 
     spec = LoaderSpec(dataset="data", batch_size=1)
     loader = Loader(spec.key, spec, 100, 100)
     request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 1)))
-    async with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
         await begun()
     await engine.close()
     worker, task = pool.tasks[0]
     engine.tasks_done(worker, [task], [np.zeros(1000, np.uint8)], REPORT)
     assert memory.used == 0
+
+
+@pytest.mark.parametrize(("count", "first", "expected"), [(None, 1, 4), (2, 1, 3), (9, 1, 4)])
+async def test_a_response_waits_for_a_number_of_batches(count: int | None, first: int, expected: int) -> None:
+    """The wait ends with the last of the batches, without a task of its own."""
+    pool = FakePool()
+    engine = Engine(pool, Memory(BUDGET), Counters(), SOURCE)
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1)
+    loader = Loader(spec.key, spec, 100, 100)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)))
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+        await begun()
+        for k, (worker, task) in enumerate(sorted(pool.tasks, key=lambda pair: pair[1].batch_id)):
+            if k == first:
+                assert stream.take_ready(1)
+                lingering = asyncio.create_task(stream.linger(count, 60))
+                await begun()
+                assert asyncio.all_tasks() == {asyncio.current_task(), lingering}
+            if k == expected:
+                break
+            if k >= first:
+                assert not lingering.done()
+            pool.tasks.remove((worker, task))
+            engine.tasks_done(worker, [task], [np.zeros(100, np.uint8)], REPORT)
+        await begun()
+        assert lingering.done()
+        assert stream.consumer.state.waiters == {}
+    await engine.close()
+
+
+async def test_a_response_that_has_waited_enough_is_no_longer_notified() -> None:
+    """After its wait has ended without the batch, a request is not among those that wait for it."""
+    engine = Engine(FakePool(), Memory(BUDGET), Counters(), SOURCE)
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1)
+    loader = Loader(spec.key, spec, 100, 100)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)))
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+        await stream.linger(None, 0.0)
+        assert stream.consumer.state.waiters == {}
+    await engine.close()

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from teleloader.tensors.memory import MarkedMemory
-from teleloader_shared import dtypes
+from teleloader_shared import codec, dtypes, tree
 from teleloader_shared.codec import (
     ALIGNMENT,
     PROLOGUE_SIZE,
@@ -117,6 +117,77 @@ def memory_within(limit: int) -> Iterator[None]:
     finally:
         tracemalloc.stop()
     assert peak < limit, f"{peak:,} bytes"
+
+
+# --- Layouts are encoded once ---------------------------------------------------------------------------------------
+
+few_arrays = st.builds(
+    lambda dtype, shape, kind: np.ones(shape, dtype).view(kind),
+    st.sampled_from(["f4", "i8", ">i8", "?"]),
+    st.sampled_from([(), (2,), (0, 3)]),
+    st.sampled_from([Tensor, np.ndarray]),
+)
+few_values = st.sampled_from([0, False, 0.0, -0.0, 1, True, 1.0, None, "a", np.float32(1)])
+similar_batches = st.recursive(
+    few_arrays | few_values,
+    lambda items: (
+        st.lists(items, max_size=2)
+        | st.lists(items, max_size=2).map(tuple)
+        | st.dictionaries(st.sampled_from(["a", "b", 1, True]), items, max_size=2)
+    ),
+    max_leaves=3,
+)
+"""Batches that often have the same tree, or trees that compare equal and differ in their encoding."""
+
+similar_ids = st.builds(
+    BatchId, st.sampled_from(["a", "b"]), st.integers(0, 1), st.sampled_from([0, 1, 127, 128, 255, 256, 2**16, 2**62])
+)
+
+
+@settings(fixed, max_examples=examples(300))
+@given(st.lists(st.tuples(similar_ids, similar_batches, st.integers(0, 1)), min_size=2, max_size=8))
+def test_a_frame_does_not_depend_on_the_frames_before(sequence: list[tuple[BatchId, Any, int]]) -> None:
+    """A writer that has encoded other batches writes the same bytes as a new one."""
+    codec._layouts.clear()
+    after_others = [to_bytes(batch_id, batch, padding=padding) for batch_id, batch, padding in sequence]
+    for frame, (batch_id, batch, padding) in zip(after_others, sequence, strict=True):
+        codec._layouts.clear()
+        assert to_bytes(batch_id, batch, padding=padding) == frame
+
+
+def test_the_header_of_similar_batches_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree of the second batch is not described again, if only its number and elements differ."""
+    described = []
+
+    def flatten(content: object, name: str) -> Any:
+        described.append(content)
+        return tree.flatten(content, name)
+
+    monkeypatch.setattr(codec, "flatten", flatten)
+    codec._layouts.clear()
+    for number in range(100):
+        content = {"image": np.full((2, 3), number), "label": [np.full(2, number)]}
+        assert_same(decoded(to_bytes(BatchId("k", 0, number), content)), content)
+    assert len(described) == 1
+
+
+def test_kept_layouts_are_bounded() -> None:
+    """Batches of ever new shapes, and headers of any size, do not fill the memory."""
+    for count in range(1000):
+        to_bytes(BATCH_ID, np.zeros(count))
+    assert len(codec._layouts) <= 256
+    codec._layouts.clear()
+    to_bytes(BATCH_ID, {"a" * 2**20: np.zeros(1)})
+    assert not codec._layouts
+
+
+@pytest.mark.parametrize("limit", ["below", "above"])
+def test_a_kept_layout_does_not_bypass_the_size_limit(limit: str) -> None:
+    """A batch of a known layout is rejected if another limit applies."""
+    writer = FrameWriter(BATCH_ID, np.zeros(1000))
+    max_bytes = writer.nbytes if limit == "above" else writer.nbytes - 1
+    with contextlib.nullcontext() if limit == "above" else pytest.raises(BatchTooLarge):
+        FrameWriter(BATCH_ID, np.zeros(1000), max_bytes=max_bytes)
 
 
 # --- A batch arrives as it was ------------------------------------------------------------------------------------

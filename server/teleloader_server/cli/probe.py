@@ -326,7 +326,7 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
     frames: list[NDArray[np.uint8]] = []
     for wanted in [numbers] if numbers.step == 1 else [range(k, k + 1) for k in numbers]:
         request = RangeRequest(consumer="check", key=key, epoch=0, batches=BatchRanges(wanted))
-        async with service.batches(ANYONE, request) as stream:
+        with service.batches(ANYONE, request) as stream:
             while not stream.exhausted and time.monotonic() < deadline:
                 ready = await stream.take()
                 frames.append(np.array(ready.raw))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
@@ -35,7 +35,10 @@ LONG_SECONDS: Final = 5.0
 
 @dataclass(slots=True, eq=False)
 class BatchStream:
-    """Ordered stream of the batches in one request, each available as soon as it is computed."""
+    """Ordered stream of the batches in one request, each available as soon as it is computed.
+
+    A context manager, whose exit closes the request.
+    """
 
     _engine: Engine
     _pending: PendingRequest
@@ -46,10 +49,20 @@ class BatchStream:
     authorize: Callable[[], object]
     """Function that raises an error if the request's caller is no longer authorized."""
     request_id: str | None
+    on_close: Callable[[], object] | None = None
+    """Function that is called when the request is closed."""
     _arrived: asyncio.Future[None] | None = None
     """Future of the batch for which the request waits; None before the first wait."""
 
-    def end(self, error: TeleloaderError) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine._close(self)
+        if self.on_close is not None:
+            self.on_close()
+
+    def end(self, error: Exception) -> None:
         """Make the pending call of `take` raise an error; do nothing if the request does not wait for a batch."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_exception(error)
@@ -77,10 +90,26 @@ class BatchStream:
         """Return the frames of the next batches that are ready, up to the frame with which they have `nbytes` bytes."""
         return [] if self.exhausted else self._engine._take_ready(self, nbytes)
 
-    async def linger(self, seconds: float) -> None:
-        """Wait up to `seconds` for the last batch of the request."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._engine._arrival(self._pending.stop - 1, self), seconds)
+    @property
+    def open_requests(self) -> int:
+        """Number of open requests to the engine, including this one."""
+        return len(self._engine._streams)
+
+    @property
+    def batch_rate(self) -> float:
+        """Batches/s of the loader that the workers of the engine can compute; 0 before the first batch."""
+        seconds = self.consumer.loader.batch_seconds
+        return max(1, self._engine.pool.num_workers) / seconds if seconds else 0.0
+
+    async def linger(self, count: int | None, seconds: float) -> None:
+        """Wait up to `seconds` for the next `count` batches of the request, or for all of them if `count` is None."""
+        pending = self._pending
+        last = len(pending.batches) if count is None else min(pending.sent + count, len(pending.batches))
+        timer = asyncio.get_running_loop().call_later(seconds, self.wake)
+        try:
+            await self._engine._arrival(pending.batches[last - 1], self)
+        finally:
+            timer.cancel()
 
 
 class Engine:
@@ -137,11 +166,10 @@ class Engine:
 
     # -- requests
 
-    @asynccontextmanager
-    async def batches(
+    def batches(
         self, loader: Loader, quota: Quota, request: RangeRequest, authorize: Callable[[], object]
-    ) -> AsyncIterator[BatchStream]:
-        """Context manager that starts a request, and yields a stream of the requested batches.
+    ) -> BatchStream:
+        """Start a request, and return a stream of the requested batches, whose exit closes the request.
 
         Args:
             loader: A loader of this engine.
@@ -160,14 +188,14 @@ class Engine:
         tally.requested(now, request.report)
         stream = BatchStream(self, pending, tally, request.trace, authorize, request_ids.current())
         self._streams.add(stream)
-        try:
-            yield stream
-        finally:
-            self._streams.remove(stream)
-            if request.trace is not None:
-                request.trace.end()
-            self._last_used = time.monotonic()
-            self._dispatcher.close(pending)
+        return stream
+
+    def _close(self, stream: BatchStream) -> None:
+        self._streams.remove(stream)
+        if stream.trace is not None:
+            stream.trace.end()
+        self._last_used = time.monotonic()
+        self._dispatcher.close(stream._pending)
 
     async def _take(self, stream: BatchStream) -> ReadyFrame:
         frames = self._take_ready(stream, 1)
@@ -182,6 +210,7 @@ class Engine:
         return frames[0]
 
     async def _arrival(self, k: int, stream: BatchStream) -> None:
+        """Wait until batch k is ready, or until `wake` or `end` of the stream is called."""
         state = stream.consumer.state
         if state.frame(k) is None:
             if self._end is not None:
@@ -191,11 +220,11 @@ class Engine:
             waiters.append(stream.wake)
             try:
                 await stream._arrived
-            except BaseException:  # including cancellation of this request only
-                waiters.remove(stream.wake)
-                if not waiters and state.waiters.get(k) is waiters:
-                    del state.waiters[k]
-                raise
+            finally:
+                if state.waiters.get(k) is waiters:  # the batch is not ready
+                    waiters.remove(stream.wake)
+                    if not waiters:
+                        del state.waiters[k]
 
     def _take_ready(self, stream: BatchStream, nbytes: int) -> list[ReadyFrame]:
         pending, frames, size = stream._pending, [], 0

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from teleloader_server.permissions import Caller
@@ -44,12 +45,19 @@ class Grants:
             dataset: Dataset in use, if any.
             end: Callback, called with the error; it must end the request.
         """
-        grant = _Grant(caller, need, dataset, end)
-        self._grants.add(grant)
+        release = self.add(caller, need, dataset, end)
         try:
             yield
         finally:
-            self._grants.discard(grant)
+            release()
+
+    def add(
+        self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
+    ) -> Callable[[], object]:
+        """Add an authorization, and return the function that removes it; arguments as of `hold`."""
+        grant = _Grant(caller, need, dataset, end)
+        self._grants.add(grant)
+        return partial(self._grants.discard, grant)
 
     async def run(self) -> None:
         """End the requests that are no longer authorized after each change or expiry of tokens; run until cancelled."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -377,9 +377,8 @@ class LoaderService:
         if self.draining.is_set():
             raise ServerUnavailable("the server is stopping: use another server, or retry later")
 
-    @asynccontextmanager
-    async def batches(self, caller: Caller, request: RangeRequest) -> AsyncIterator[BatchStream]:
-        """Context manager that starts a request, and yields a stream of the requested batches.
+    def batches(self, caller: Caller, request: RangeRequest) -> BatchStream:
+        """Start a request, and return a stream of the requested batches, whose exit closes the request.
 
         Args:
             caller: Caller of the request.
@@ -409,10 +408,9 @@ class LoaderService:
         dataset, need = loader.spec.dataset, ADMIN if loader.spec.in_process else READ
         quota = self.quotas.of(caller.authorize(need, dataset))
         engine = self._loaders[loader.key].engine
-        asked = engine.batches(loader, quota, request, lambda: caller.authorize(need, dataset))
-        async with asked as stream:
-            with self.grants.hold(caller, need, dataset, stream.end):
-                yield stream
+        stream = engine.batches(loader, quota, request, lambda: caller.authorize(need, dataset))
+        stream.on_close = self.grants.add(caller, need, dataset, stream.end)
+        return stream
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:

@@ -19,11 +19,15 @@ from teleloader_server.dispatch.records import Batch, Consumer, Epoch, EpochStat
 from teleloader_shared.codec import BatchId
 
 CACHE_SHARE: Final = 1 / 8
-"""Fraction of the memory budget above which unwanted batches are evicted; below it, they serve consumers that lag.
+"""Fraction of the memory budget above which unwanted batches are evicted.
 
-A larger fraction would slow all other consumers: memory that is reused immediately is in the CPU cache, and writing a
-large batch to fresh memory takes four times as long.
+Below it, they serve consumers that start later, and requests that are repeated after a connection broke. A larger
+fraction would slow all other consumers: memory that is reused immediately is in the CPU cache, and writing a large
+batch to fresh memory takes four times as long.
 """
+CACHE_BYTES: Final = 32 * 2**20
+"""Size in bytes above which unwanted batches that any worker can recompute are evicted, so that a server whose memory
+budget is large takes little memory."""
 MAX_BATCHES: Final = 16384
 """Maximum number of kept batches: each may be a memory mapping, and Linux allows 65,530 per process."""
 
@@ -198,9 +202,12 @@ class Store:
     def evict_cached(self) -> None:
         """Evict batches in the order in which they became unwanted, until the remaining ones fit into the cache share.
 
-        The cache share is `CACHE_SHARE` of the memory budget and of `MAX_BATCHES`.
+        The cache share is `CACHE_SHARE` of the memory budget and of `MAX_BATCHES`, and at most `CACHE_BYTES` if the
+        batches can be recomputed by any worker.
         """
         most = self._memory.budget * CACHE_SHARE
+        if not self._keeps_wanted:
+            most = min(most, CACHE_BYTES)
         while self._unwanted and (self.used > most or self._count > MAX_BATCHES * CACHE_SHARE):
             self._evict(next(iter(self._unwanted)))
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar, cast
 
 import uvicorn
-from fastapi import FastAPI
 
 from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.auth.rate_limit import AddressLimit, RateLimiter
@@ -25,8 +24,9 @@ from teleloader_server.fleet.registry import Registry
 from teleloader_server.request_ids import Identified
 from teleloader_server.stats.collector import StatsCollector
 from teleloader_server.web.authentication import Authentication
-from teleloader_server.web.batches import make_router
+from teleloader_server.web.batches import batch_routes, make_router
 from teleloader_server.web.dashboard import add_dashboard
+from teleloader_server.web.direct_routes import Application
 from teleloader_server.web.guard import Connection, observed
 from teleloader_server.web.guard_manager import ConnectionManager, limits_for
 from teleloader_server.web.handoff import Channels
@@ -70,7 +70,7 @@ _Result = TypeVar("_Result")
 
 def create_app(
     service: LoaderService, authenticator: Authenticator | None = None, client_tls: ClientTls | None = None
-) -> FastAPI:
+) -> Application:
     """Create the ASGI application of a server.
 
     Args:
@@ -78,7 +78,7 @@ def create_app(
         authenticator: The server's authenticator; None disables authentication.
         client_tls: TLS settings for requests to other servers; None for the CAs of the system.
     """
-    app = FastAPI(
+    app = Application(
         title="teleloader",
         version=VERSION,
         description="Batches of hosted datasets, each with a URL of its own.",
@@ -91,7 +91,8 @@ def create_app(
     app.state.authenticator.on_change = service.tokens_changed
     app.state.rate_limiter = RateLimiter(service.quotas, service.client_limits.max_requests_per_second)
     unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
-    app.add_middleware(Authentication, authenticator=app.state.authenticator, limit=unauthenticated)
+    authentication = {"authenticator": app.state.authenticator, "limit": unauthenticated}
+    app.add_middleware(Authentication, **authentication)
     service.is_shared = lambda: len(app.state.authenticator.tokens.entries) > 1
     app.state.service = service
     app.state.collector = StatsCollector(service)
@@ -109,6 +110,7 @@ def create_app(
         app.include_router(make())
     add_dashboard(app)
     handle_problems(app)
+    app.add_direct_routes(batch_routes(), authentication)
     return app
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, cast
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from functools import partial
+from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 import numpy as np
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect, HTTPConnection
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from teleloader_server.dispatch.engine import BatchStream
 from teleloader_server.dispatch.quotas import BodyBudget
@@ -25,9 +26,13 @@ from teleloader_server.limits import ClientLimits
 from teleloader_server.permissions import READ, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
+from teleloader_server.web.direct_routes import DirectRoute, Parameter, boolean, headers_of, integer, query_of, string
+from teleloader_server.web.guard import Exchange, calling_on_disconnect
 from teleloader_server.web.guard_rules import check_body_size
 from teleloader_server.web.handoff import Channel, channel_of
 from teleloader_server.web.index_bodies import split
+from teleloader_server.web.moderation import linger_for
+from teleloader_server.web.problem_responses import DOCUMENTED
 from teleloader_server.workers.lendable import is_lendable
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.buffers import BufferPool
@@ -50,10 +55,6 @@ from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from teleloader_shared.tracing import TRACE_HEADER
 
-_Result = TypeVar("_Result")
-
-LINGER: Final = 0.005
-"""Seconds for which a response waits for further small batches: a response costs more than a small batch."""
 WRITE_BYTES: Final = 512 * 1024
 """Approximate size of the writes into which small frames are joined: a write costs more than copying the bytes."""
 
@@ -67,38 +68,64 @@ MAX_ESCAPES: Final = 16 * 1024
 """Maximum number of backslashes in a spec: escapes take many times as long to parse as other characters."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
-MUTABLE: Final = {"cache-control": "no-store"}
+SMALL_BYTES: Final = 64 * 1024
+"""Size of a response in bytes above which `send` may wait for the client to read: asyncio's high-water mark."""
+
+_CONTENT_TYPE: Final = (b"content-type", FRAME_MEDIA_TYPE.encode())
+MUTABLE: Final = [(b"cache-control", b"no-store")]
 """Headers of failed batches and of partial ranges: a repeated request may get a different response."""
 
-Number = Annotated[int, Path(ge=0, lt=MAX_EPOCH)]
-Ahead = Annotated[int, Query(ge=0, description="number of batches after the requested ones to prefetch")]
-Consumer = Annotated[
-    str, Header(alias=CONSUMER_HEADER, max_length=200, description="name of the client, for /stats and fair sharing")
-]
-Report = Annotated[
-    str, Header(alias=REPORT_HEADER, description="measurements of the client, for /stats: see docs/protocol.md")
-]
+_NUMBER: Final = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_EPOCH}
+KEY: Final = Parameter("path", "key", {"type": "string"}, str)
+EPOCH: Final = Parameter("path", "epoch", _NUMBER, integer(MAX_EPOCH))
+NUMBER: Final = Parameter("path", "k", _NUMBER, integer(MAX_EPOCH))
+RANGES: Final = Parameter(
+    "query", "ranges", {"type": "string", "examples": ["0:8,24:32"]}, str,
+    description="START:STOP,START:STOP,... in ascending order",
+)  # fmt: skip
+AHEAD: Final = Parameter(
+    "query", "ahead", _NUMBER, integer(MAX_EPOCH), 0, "number of batches after the requested ones to prefetch"
+)
+READY: Final = Parameter(
+    "query", "ready", {"type": "boolean"}, boolean, default=False,
+    description="return only the first batches that are ready, at least one, with Content-Length",
+)  # fmt: skip
+MAX_CONSUMER: Final = 200
+"""Maximum length of a consumer's name in characters."""
+CONSUMER: Final = Parameter(
+    "header", CONSUMER_HEADER, {"type": "string", "maxLength": MAX_CONSUMER}, string(MAX_CONSUMER), "",
+    "name of the client, for /stats and fair sharing",
+)  # fmt: skip
+REPORT: Final = Parameter(
+    "header", REPORT_HEADER, {"type": "string"}, str, "",
+    "measurements of the client, for /stats: see docs/protocol.md",
+)  # fmt: skip
 
 
-class FrameResponse(Response):
+class FrameResponse:
     """HTTP response with a sequence of frames as body, written from shared memory without a copy."""
 
     def __init__(
-        self, service: LoaderService, stream: BatchStream, frames: list[Lease], headers: dict[str, str]
+        self, service: LoaderService, stream: BatchStream, frames: list[Lease], headers: Sequence[tuple[bytes, bytes]]
     ) -> None:
         self._service = service
         self._stream = stream
         self._frames = frames
-        self._size = sum(len(frame) for frame in frames)
-        super().__init__(headers={**headers, "content-length": str(self._size)}, media_type=FRAME_MEDIA_TYPE)
+        self._size = sum(map(len, frames))
+        self._headers = [(b"content-length", b"%d" % self._size), _CONTENT_TYPE, *headers]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and all frames."""
         with self._service.sending(self._size, self._stream):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            if self._size < SMALL_BYTES:
+                piece = next(joined(self._frames))
+                await send({"type": "http.response.body", "body": piece, "more_body": False})
+                return
             # split for TLS, which copies each piece
             for piece in joined(self._frames, split=scope["scheme"] == "https"):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+            # waits until the client has read most of the response, which counts as unread until then
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -115,28 +142,28 @@ class LoanResponse(FrameResponse):
         if number is None:
             await super().__call__(scope, receive, send)
             return
-        loan = Response(GIVE_BACK.pack(number), headers=MUTABLE, media_type=LOAN_MEDIA_TYPE)
-        with self._service.sending(len(loan.body), self._stream):
-            await loan(scope, receive, send)
+        body = GIVE_BACK.pack(number)
+        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", LOAN_MEDIA_TYPE.encode()), *MUTABLE]
+        with self._service.sending(len(body), self._stream):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-class StreamResponse(Response):
+class StreamResponse:
     """HTTP response that streams the requested batches as they become ready, at the client's read rate."""
 
-    def __init__(self, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]) -> None:
-        super().__init__(media_type=FRAME_MEDIA_TYPE)
-        del self.headers["content-length"]
+    def __init__(self, service: LoaderService, start: Callable[[], BatchStream]) -> None:
         self._service = service
-        self._batches = batches
+        self._start = start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers, then each frame as soon as it is ready."""
-        async with self._batches as stream, client_disconnect(receive) as disconnected:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with self._start() as stream, until_disconnect(scope, stream) as exchange:
+            await send({"type": "http.response.start", "status": 200, "headers": [_CONTENT_TYPE]})
             with suppress(ClientDisconnect, TeleloaderError):  # a response that has begun can only be aborted
-                while not stream.exhausted:
-                    frames = await run_until_disconnect(disconnected, ready_frames(stream))
-                    await self._send_frames(frames, stream, send)
+                while not (stream.exhausted or exchange.is_disconnected):
+                    await self._send_frames(await ready_frames(stream), stream, send)
+                    await asyncio.sleep(0)  # other requests run, also if all batches are ready
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_frames(self, frames: list[Lease], stream: BatchStream, send: Send) -> None:
@@ -145,70 +172,30 @@ class StreamResponse(Response):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
-@asynccontextmanager
-async def client_disconnect(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """Context manager that yields a task, which completes when the client disconnects.
-
-    uvicorn does not report a disconnect when the application sends data.
-    """
-
-    async def wait() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    disconnected = asyncio.create_task(wait())
-    try:
-        yield disconnected
-    finally:
-        disconnected.cancel()
+def until_disconnect(scope: Scope, stream: BatchStream) -> AbstractContextManager[Exchange]:
+    """Return a context manager that makes a wait for a batch raise `ClientDisconnect` when the client disconnects."""
+    return calling_on_disconnect(scope, lambda: stream.end(ClientDisconnect()))
 
 
-async def run_until_disconnect(disconnected: asyncio.Task[None], work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Run a coroutine, and cancel it when the client disconnects.
-
-    Args:
-        disconnected: Task of `client_disconnect`.
-        work: Coroutine to run.
-
-    Returns:
-        The result of the coroutine.
-
-    Raises:
-        ClientDisconnect: If the client disconnected.
-    """
-    working = asyncio.create_task(work)
-    try:
-        await asyncio.wait({disconnected, working}, return_when=asyncio.FIRST_COMPLETED)
-        if disconnected.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        # retrieve the exception: otherwise asyncio logs that it was never retrieved
-        working.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-
-
-async def ready_answer(
-    request: Request, service: LoaderService, batches: AbstractAsyncContextManager[BatchStream]
-) -> FrameResponse:
+async def ready_response(scope: Scope, service: LoaderService, stream: BatchStream) -> FrameResponse:
     """Wait for the first batch of a request; return a response with this batch and the ready batches after it."""
-    async with batches as stream, client_disconnect(request.receive) as disconnected:
-        channel = channel_of(request.scope)
-        frames = await run_until_disconnect(disconnected, ready_frames(stream, lends=channel is not None))
+    channel = channel_of(scope)
+    with stream, until_disconnect(scope, stream):
+        frames = await ready_frames(stream, lends=channel is not None)
         if channel is not None and is_lendable(frames[0]):
             return LoanResponse(channel, service, stream, frames[0])
         return FrameResponse(service, stream, frames, MUTABLE)
 
 
 async def ready_frames(stream: BatchStream, *, lends: bool = False) -> list[Lease]:
-    """Wait for the next frame of a stream; return this frame and the frames after it that are ready within `LINGER`.
+    """Wait for the next frame of a stream; return it and the frames after it that are ready soon (see `linger_for`).
 
     With `lends`, return a first frame that can be lent alone.
     """
     first = (await stream.take()).raw
     if len(first) >= READY_BYTES or stream.exhausted or (lends and is_lendable(first)):
         return [first]
-    await stream.linger(LINGER)
+    await stream.linger(*linger_for(stream.open_requests, stream.batch_rate))
     return [first, *(frame.raw for frame in stream.take_ready(READY_BYTES - len(first)))]
 
 
@@ -257,18 +244,11 @@ def service_of(connection: HTTPConnection) -> LoaderService:
 
 
 def make_router() -> APIRouter:
-    """Create the router of the endpoints for datasets, loaders and batches.
+    """Create the router of the endpoints for datasets and loaders.
 
     The endpoints use `service` and `body_budget` of the application's state.
     """
     router = APIRouter(route_class=GuardedRoute)
-    _add_loaders(router)
-    _add_batches(router)
-    _add_listed_batches(router)
-    return router
-
-
-def _add_loaders(router: APIRouter) -> None:
 
     @router.get(DATASETS_PATH, summary="All hosted datasets")
     @needs(READ)
@@ -324,107 +304,91 @@ def _add_loaders(router: APIRouter) -> None:
     async def end(request: Request, key: str) -> None:
         await service_of(request).end_session_of(key, caller_of(request))
 
+    return router
 
-def _add_batches(router: APIRouter) -> None:
-    @router.get(
-        LOADERS_PATH + "/{key}/epochs/{epoch}/batches/{k}",
-        summary="Get one batch as a frame",
-        response_class=Response,
-        responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}, 304: {"description": "the client has a valid copy"}},
-    )
-    @needs(READ)
-    async def batch(
-        request: Request, key: str, epoch: Number, k: Number, ahead: Ahead = 0,
-        consumer: Consumer = "", report: Report = "",
-    ) -> Response:  # fmt: skip
-        service, caller = service_of(request), caller_of(request)
-        service.loader(caller, key, epoch, k)
-        etag = f'"{key}-{epoch}-{k}"'
-        # batches are immutable, so a client that has this one need not receive it again
-        shared = "private" if request.app.state.authenticator.has_tokens else "public"
-        immutable = {"etag": etag, "cache-control": f"{shared}, max-age=31536000, immutable"}
-        if etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=immutable)
-        asked = service.batches(
-            caller,
-            RangeRequest(
-                **client_of(request, consumer, report), key=key, epoch=epoch, batches=BatchRanges(range(k, k + 1)),
-                prefetch=ahead,
-            ),
-        )  # fmt: skip
-        async with asked as stream, client_disconnect(request.receive) as disconnected:
-            frame = await run_until_disconnect(disconnected, stream.take())
-            return FrameResponse(service, stream, [frame.raw], MUTABLE if frame.failed else immutable)
 
-    @router.get(
-        LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
-        summary="Get ranges of batches as concatenated frames",
-        response_class=Response,
-        responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}},
-    )
-    @needs(READ)
-    async def batches(
-        request: Request,
-        key: str,
-        epoch: Number,
-        ranges: Annotated[
-            str, Query(description="START:STOP,START:STOP,... in ascending order", examples=["0:8,24:32"])
-        ],
-        ahead: Ahead = 0,
-        ready: Annotated[
-            bool,
-            Query(description="return only the first batches that are ready, at least one, with Content-Length"),
-        ] = False,
-        consumer: Consumer = "",
-        report: Report = "",
-    ) -> Response:
-        if not ready and request.scope["http_version"] == "1.0":
-            raise HttpProblem(
-                426, "UpgradeRequired", "HTTP/1.0 requires responses with Content-Length: use ready=true, or HTTP/1.1"
+@needs(READ)
+async def batch(request: Request) -> ASGIApp:
+    """Return the response with one batch, or with status 304 if the client has the batch."""
+    service, caller, headers = service_of(request), caller_of(request), headers_of(request.scope)
+    key, epoch, k = request.path_params["key"], EPOCH.of(request.path_params), NUMBER.of(request.path_params)
+    ahead, client = AHEAD.of(query_of(request.scope)), client_of(request, headers)
+    service.loader(caller, key, epoch, k)
+    etag = f'"{key}-{epoch}-{k}"'
+    # batches are immutable, so a client that has this one need not receive it again
+    shared = "private" if request.app.state.authenticator.has_tokens else "public"
+    immutable = {"etag": etag, "cache-control": f"{shared}, max-age=31536000, immutable"}
+    if etag in headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=immutable)
+    wanted = BatchRanges(range(k, k + 1))
+    asked = RangeRequest(**client, key=key, epoch=epoch, batches=wanted, prefetch=ahead)
+    with service.batches(caller, asked) as stream, until_disconnect(request.scope, stream):
+        frame = await stream.take()
+        encoded = [(name.encode(), value.encode()) for name, value in immutable.items()]
+        return FrameResponse(service, stream, [frame.raw], MUTABLE if frame.failed else encoded)
+
+
+@needs(READ)
+async def batches(request: Request) -> ASGIApp:
+    """Return the response with ranges of batches: all of them, or those that are ready."""
+    service, caller, query = service_of(request), caller_of(request), query_of(request.scope)
+    key, epoch = request.path_params["key"], EPOCH.of(request.path_params)
+    ranges, ahead, is_ready = RANGES.of(query), AHEAD.of(query), READY.of(query)
+    client = client_of(request, headers_of(request.scope))
+    if not is_ready and request.scope["http_version"] == "1.0":
+        raise HttpProblem(
+            426, "UpgradeRequired", "HTTP/1.0 requires responses with Content-Length: use ready=true, or HTTP/1.1"
+        )
+    asked = RangeRequest(**client, key=key, epoch=epoch, batches=BatchRanges.parse(ranges), prefetch=ahead)
+    if is_ready:
+        return await ready_response(request.scope, service, service.batches(caller, asked))
+    return StreamResponse(service, partial(service.batches, caller, asked))
+
+
+@needs(READ)
+async def listed_batches(request: Request) -> ASGIApp:
+    """Return the response with the batches whose indices the request body lists, and which are ready."""
+    service, caller = service_of(request), caller_of(request)
+    key, epoch = request.path_params["key"], EPOCH.of(request.path_params)
+    client = client_of(request, headers_of(request.scope))
+    rules = service.index_rules(caller, key, epoch)
+    async with body_reader_of(request).read(request, "max_body_bytes") as body:
+        first, indices = await split(body, rules)
+        if first[:2] != (key, epoch):
+            raise InvalidSpec(
+                f"invalid body: the first index list is for {first}, expected epoch {epoch} of loader {key[:64]!r}"
             )
-        service = service_of(request)
-        asked = service.batches(
-            caller_of(request),
-            RangeRequest(
-                **client_of(request, consumer, report), key=key, epoch=epoch, batches=BatchRanges.parse(ranges),
-                prefetch=ahead,
-            ),
-        )  # fmt: skip
-        return await ready_answer(request, service, asked) if ready else StreamResponse(service, asked)
+        asked = RangeRequest(**client, key=key, epoch=epoch, batches=BatchRanges.of(indices), indices=indices)
+        return await ready_response(request.scope, service, service.batches(caller, asked))
 
 
-def _add_listed_batches(router: APIRouter) -> None:
-    @router.post(
-        LOADERS_PATH + "/{key}/epochs/{epoch}/batches",
-        summary="Compute the batches whose indices the body lists, and get those that are ready as frames",
-        response_class=Response,
-        responses={200: {"content": {FRAME_MEDIA_TYPE: {}}}},
-        openapi_extra={"requestBody": {"required": True, "content": {FRAME_MEDIA_TYPE: {}}}},
-    )
-    @needs(READ)
-    async def listed(
-        request: Request,
-        key: str,
-        epoch: Number,
-        consumer: Consumer = "",
-        report: Report = "",
-    ) -> Response:
-        service, caller = service_of(request), caller_of(request)
-        rules = service.index_rules(caller, key, epoch)
-        async with body_reader_of(request).read(request, "max_body_bytes") as body:
-            first, indices = await split(body, rules)
-            if first[:2] != (key, epoch):
-                raise InvalidSpec(
-                    f"invalid body: the first index list is for {first}, expected epoch {epoch} of loader {key[:64]!r}"
-                )
-            asked = service.batches(
-                caller,
-                RangeRequest(
-                    **client_of(request, consumer, report), key=key, epoch=epoch, batches=BatchRanges.of(indices),
-                    indices=indices,
-                ),
-            )  # fmt: skip
-            return await ready_answer(request, service, asked)
+def batch_routes() -> list[DirectRoute]:
+    """Return the routes of the endpoints for batches.
+
+    The endpoints use `service`, `body_budget` and `authenticator` of the application's state.
+    """
+    path = LOADERS_PATH + "/{key}/epochs/{epoch}/batches"
+    frames: dict[int | str, dict[str, Any]] = {200: {"content": {FRAME_MEDIA_TYPE: {}}}}
+    unchanged = {304: {"description": "the client has a valid copy"}}
+    options: dict[str, Any] = {"response_class": Response}
+    return [
+        DirectRoute(
+            path, batches, methods=["GET"], summary="Get ranges of batches as concatenated frames",
+            parameters=(KEY, EPOCH, RANGES, AHEAD, READY, CONSUMER, REPORT), responses={**DOCUMENTED, **frames},
+            **options,
+        ),
+        DirectRoute(
+            path, listed_batches, methods=["POST"], parameters=(KEY, EPOCH, CONSUMER, REPORT),
+            summary="Compute the batches whose indices the body lists, and get those that are ready as frames",
+            openapi_extra={"requestBody": {"required": True, "content": {FRAME_MEDIA_TYPE: {}}}},
+            responses={**DOCUMENTED, **frames}, **options,
+        ),
+        DirectRoute(
+            path + "/{k}", batch, methods=["GET"], summary="Get one batch as a frame",
+            parameters=(KEY, EPOCH, NUMBER, AHEAD, CONSUMER, REPORT),
+            responses={**DOCUMENTED, **frames, **unchanged}, **options,
+        ),
+    ]  # fmt: skip
 
 
 class BodyReader:
@@ -510,18 +474,17 @@ class _Client(TypedDict):
     trace: RequestTrace | None
 
 
-def client_of(request: Request, consumer: str, report: str) -> _Client:
+def client_of(request: Request, headers: Mapping[str, str]) -> _Client:
     """Return the `RangeRequest` fields that describe the client of an HTTP request.
 
     Args:
         request: The HTTP request.
-        consumer: Value of its consumer header, or "".
-        report: Value of its report header, or "".
+        headers: Its headers, by name in lower case.
     """
     return {
-        "consumer": consumer or address_of(request),
-        "report": ConsumerReport.from_header(report),
-        "trace": RequestTrace.begin(request.headers.get(TRACE_HEADER, "")),
+        "consumer": CONSUMER.of(headers) or address_of(request),
+        "report": ConsumerReport.from_header(REPORT.of(headers)),
+        "trace": RequestTrace.begin(headers.get(TRACE_HEADER, "")),
     }
 
 

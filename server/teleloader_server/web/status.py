@@ -16,7 +16,8 @@ from teleloader_server.permissions import STATS, UNCHECKED, needs
 from teleloader_server.stats.collector import DEFAULT_CONSUMERS, StatsCollector
 from teleloader_server.stats.prometheus import exposed
 from teleloader_server.web.authentication import GuardedRoute, caller_of
-from teleloader_server.web.batches import client_disconnect, service_of
+from teleloader_server.web.batches import service_of
+from teleloader_server.web.guard import calling_on_disconnect
 from teleloader_server.web.problem_responses import Problem
 from teleloader_shared.errors import AccessDenied, ServerUnavailable
 from teleloader_shared.messages import HEALTH_PATH, STATS_PATH
@@ -52,20 +53,19 @@ class StatsStream(Response):
         """Send the headers, then an event per interval."""
         service, caller, watchers = service_of(self._request), caller_of(self._request), _watchers_of(self._request)
         watchers[self] = caller.authorize(STATS).name
-        revoked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         drained = asyncio.create_task(service.draining.wait())
 
-        def revoke(_: AccessDenied) -> None:
-            if not revoked.done():
-                revoked.set_result(None)
+        def end(_: AccessDenied | None = None) -> None:
+            if not ended.done():
+                ended.set_result(None)
 
         try:
-            with service.grants.hold(caller, STATS, None, revoke):
-                async with client_disconnect(receive) as disconnected:
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    with suppress(AccessDenied):  # a started response can only be truncated
-                        await self._send_events(send, {disconnected, drained, revoked})
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            with service.grants.hold(caller, STATS, None, end), calling_on_disconnect(scope, end):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                with suppress(AccessDenied):  # a started response can only be truncated
+                    await self._send_events(send, {drained, ended})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             drained.cancel()
             watchers.pop(self, None)

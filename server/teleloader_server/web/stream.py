@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import ExitStack, suppress
 from typing import Final
 
 import msgpack
@@ -96,7 +96,7 @@ class Conversation:
         self._caller = caller_of(socket)
         self._denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future whose exception is set once the caller is no longer authorized."""
-        self._streams: asyncio.Queue[tuple[BatchStream, AsyncExitStack] | None] = asyncio.Queue()
+        self._streams: asyncio.Queue[tuple[BatchStream, ExitStack] | None] = asyncio.Queue()
         """Streams to be sent, each with the stack that closes the stream; None after the last stream."""
         self._outstanding = 0
         """Number of batches that were requested and not sent yet."""
@@ -143,7 +143,7 @@ class Conversation:
             await asyncio.gather(reading, sending, drained, return_exceptions=True)
             while not self._streams.empty():
                 if (unsent := self._streams.get_nowait()) is not None:
-                    await unsent[1].aclose()
+                    unsent[1].close()
 
     async def _read(self, *, lists: bool) -> None:
         limits = self._service.client_limits
@@ -163,17 +163,17 @@ class Conversation:
             ):
                 self._sent.clear()
                 await self._sent.wait()
-            ending = AsyncExitStack()
+            ending = ExitStack()
             self._keep(owner, index_bytes, ending)
             self._outstanding += count
-            stream = self._service.batches(self._caller, request)
             try:
-                self._streams.put_nowait((await ending.enter_async_context(stream), ending))
+                stream = ending.enter_context(self._service.batches(self._caller, request))
             except BaseException:
-                await ending.aclose()
+                ending.close()
                 raise
+            self._streams.put_nowait((stream, ending))
 
-    def _keep(self, name: str, nbytes: int, ending: AsyncExitStack) -> None:
+    def _keep(self, name: str, nbytes: int, ending: ExitStack) -> None:
         """Count the bytes of index lists toward the memory budget until their request ends."""
 
         def release() -> None:
@@ -198,7 +198,7 @@ class Conversation:
     async def _send(self) -> None:
         while (item := await self._streams.get()) is not None:
             stream, ending = item
-            async with ending:
+            with ending:
                 while not stream.exhausted:
                     frames = await ready_frames(stream)
                     with self._service.sending(sum(map(len, frames)), stream):

@@ -1,0 +1,1 @@
+"""Costs per batch that do not depend on the machine."""

@@ -1,0 +1,51 @@
+"""Moderation of responses under load."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from teleloader_server.web.moderation import LINGER, MAX_LINGER, RESPONSE_SECONDS, RESPONSE_SHARE, linger_for
+
+requests = st.integers(1, 10_000)
+rates = st.floats(0, 1e6)
+
+
+@given(requests, rates)
+def test_the_wait_is_bounded(open_requests: int, batch_rate: float) -> None:
+    """A response waits for at least one further batch, and no longer than `MAX_LINGER`."""
+    count, seconds = linger_for(open_requests, batch_rate)
+    assert LINGER <= seconds <= MAX_LINGER
+    assert count is None or count >= 1
+
+
+@given(requests, rates)
+def test_responses_take_a_limited_share_of_the_event_loop(open_requests: int, batch_rate: float) -> None:
+    """If the workers keep up, responses with so many batches, or sent so seldom, take at most `RESPONSE_SHARE`."""
+    count, seconds = linger_for(open_requests, batch_rate)
+    assume(count is not None and seconds < MAX_LINGER)
+    assert count is not None
+    per_second = min(batch_rate / (count + 1), open_requests / seconds)
+    assert per_second * RESPONSE_SECONDS <= RESPONSE_SHARE * (1 + 1e-9)
+
+
+@given(requests, rates, requests, rates)
+def test_the_wait_grows_with_the_load(open_requests: int, rate: float, more_requests: int, more_rate: float) -> None:
+    """More open requests or faster workers never shorten the wait."""
+    before = linger_for(open_requests, rate)[1]
+    assert linger_for(open_requests + more_requests, rate + more_rate)[1] >= before
+
+
+@given(requests, st.floats(0, RESPONSE_SHARE / RESPONSE_SECONDS * 0.999))
+def test_slow_batches_are_not_delayed(open_requests: int, batch_rate: float) -> None:
+    """If a response per batch is cheap enough, only the minimum wait applies."""
+    assert linger_for(open_requests, batch_rate) == (None, LINGER)
+
+
+def test_few_requests_get_all_that_is_ready_soon() -> None:
+    """A few clients get as many batches per response as without load."""
+    assert linger_for(4, 25_000) == (None, LINGER)
+    count, seconds = linger_for(100, 25_000)
+    assert (count, round(seconds, 6)) == (math.ceil(25_000 * RESPONSE_SECONDS / RESPONSE_SHARE) - 1, 0.12)
