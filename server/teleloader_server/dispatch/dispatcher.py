@@ -319,7 +319,7 @@ class Dispatcher:
             level, before = principal_share.served, consumer.served
             if self._start(worker, batch_id, consumer, urgency, submit):
                 self._level = max(self._level, level)
-                principal_share.level = max(principal_share.level, before)
+                principal_share.level = before
                 consumer.candidate = None
                 self._enqueue(consumer)
             else:
@@ -362,7 +362,7 @@ class Dispatcher:
                 self.store.active.pop(consumer, None)
         elif consumer.candidate is None or consumer.candidate.rank != found[0].value:
             principal_share = consumer.principal_share
-            consumer.candidate = Candidate(found[0].value, consumer.served, next(self._tickets), consumer)
+            consumer.candidate = Candidate(found[0].value, consumer.served, -next(self._tickets), consumer)
             heapq.heappush(principal_share.queue, consumer.candidate)
             if len(principal_share.queue) > 2 * len(principal_share.quota.consumers) + 16:
                 principal_share.queue = [each for each in principal_share.queue if each is each.consumer.candidate]

@@ -273,7 +273,8 @@ class Candidate(NamedTuple):
     served: float
     """Value of `Consumer.served` when the entry was queued."""
     ticket: int
-    """Number of the entry, so that the order is the order of events if all else is equal."""
+    """Number of the entry, descending: if all else is equal, a consumer that has just sent a request goes before those
+    that keep the workers busy."""
     consumer: Consumer
 
 
