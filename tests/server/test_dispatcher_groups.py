@@ -181,8 +181,7 @@ def test_each_request_gets_its_batches_in_order(
 
 
 def test_a_new_consumer_does_not_wait_for_a_group_of_each_other_consumer() -> None:
-    """It starts with the worker time of the consumer that is served now, not of the one that was served most, and goes
-    before those with the same time."""
+    """It starts with the worker time of the consumer that is served next, not of the one that was served most."""
     service = Service()
     service.warm_up(TRAIN, nbytes=TINY, seconds=BRIEF)
     others = [("train", number) for number in range(1, 20)]

@@ -119,10 +119,9 @@ class Dispatcher:
                 self._forget([c for c in self._consumers.values() if not c.requests and c.epoch != epoch])
             consumer = self._join(quota, request, loader, now)
         if consumer not in self.store.active:
-            # at least the current level: otherwise a consumer that was idle would block all others until it catches up
             principal_share = consumer.principal_share
             principal_share.served = max(principal_share.served, self._level)
-            consumer.served = max(consumer.served, principal_share.level)
+            consumer.served = max(consumer.served, principal_share.current_level)
         consumer.last_seen = now
         pending = PendingRequest(consumer, request.batches, request.indices)
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
@@ -181,9 +180,9 @@ class Dispatcher:
         if len(quota.consumers) >= quota.max_consumers:
             self._forget_some(quota)
         principal_share = self._principal_shares.setdefault(quota.name, PrincipalShare(quota, self._level))
-        epoch, level = (request.key, request.epoch), principal_share.level
+        epoch = (request.key, request.epoch)
         state = self.store.state(epoch)
-        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.batches.start, level, now)
+        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.batches.start, 0.0, now)
         self._consumers[quota.name, consumer.name, epoch] = consumer
         quota.consumers[consumer] = consumer.requests
         self.store.join(consumer)

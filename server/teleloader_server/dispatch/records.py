@@ -186,13 +186,23 @@ class PrincipalShare:
     served: float
     """Worker time used for the principal, in seconds."""
     level: float = 0.0
-    """Value of `served` of the consumer for which a batch was started last; new consumers start with this value."""
+    """Value of `served` of the consumer for which a batch was started last."""
     scans_to_skip: int = 0
     queue: list[Candidate] = field(default_factory=list)
     """Heap of the principal's consumers that may start a batch; an entry that is not the `candidate` of its consumer is
     outdated."""
     is_capped: bool = False
     """True after preemption: the principal then leaves one worker to others."""
+
+    @property
+    def current_level(self) -> float:
+        """Value of `served` with which a consumer starts to request batches: that of the consumer that is served next.
+
+        Otherwise a consumer that was idle would block all others until it had been served as much, or would itself wait
+        until all others have been served as much as one of them.
+        """
+        first = self.queue[0] if self.queue else None
+        return self.level if first is None or first.rank != Urgency.WAITING.value else first.served
 
 
 @dataclass(slots=True, eq=False)
