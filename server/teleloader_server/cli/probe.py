@@ -388,7 +388,7 @@ def _advice_on(failure: Failure) -> str:
         return "possible causes: a crash in C code, os._exit() or exhausted memory"
     if name == "LoaderTimeout":
         return "the stack shows where the worker hung. If the dataset is slow, increase --batch-timeout"
-    if "collate" in failure.traceback:
+    if ", in collate_batch" in failure.traceback:
         return "samples of one batch must have the same shape: resize or pad them, or configure a collate function"
     if name == "EncodeError":
         return "batches may contain arrays, numbers, text and containers of them: convert other values in the dataset"
