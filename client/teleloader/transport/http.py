@@ -21,6 +21,7 @@ from teleloader.api.responses import error_of, parse_retry_after
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.interface import BatchServer, SilentConnection, TransportError
 from teleloader.transport.request import BatchRequest
+from teleloader.transport.tls import TlsSocket
 from teleloader.transport.tracing import RequestTrace
 from teleloader_shared.codec import Memory
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
@@ -79,7 +80,7 @@ class _SecureConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         """Connect and perform the TLS handshake."""
         super().connect()
-        self.sock = self._server.credentials.context().wrap_socket(self.sock, server_hostname=self._server.server_name)
+        self.sock = TlsSocket(self.sock, self._server.credentials.context(), self._server.server_name)
 
 
 class BoundedReader(io.RawIOBase):
@@ -187,7 +188,9 @@ class HttpConnection:
     @property
     def is_usable(self) -> bool:
         """False if the connection is known to be broken or closed."""
-        return self._http.sock is not None and not self._arrival.select(0)
+        if self._http.sock is None or self._arrival.select(0):
+            return False
+        return not (isinstance(self._socket, TlsSocket) and self._socket.has_received)
 
     def send(self, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:
         """Send the HTTP request for batches."""
@@ -275,7 +278,7 @@ class HttpConnection:
 
     def _has_begun(self, arriving: io.BufferedReader) -> bool:
         """Return True if bytes of the response have arrived; over TLS, handshake messages may arrive first."""
-        if not isinstance(self._socket, ssl.SSLSocket):
+        if not isinstance(self._socket, TlsSocket):
             return True
         self._socket.settimeout(0)
         try:
