@@ -22,7 +22,8 @@ Buffer = NDArray[np.uint8]
 
 FREE_BYTES: Final = 512 * 2**20
 """Default maximum total size of the free buffers in a pool, in bytes."""
-_SMALLEST: Final = 64 * 1024
+SMALLEST: Final = 64 * 1024
+"""Smallest size of a pooled buffer, in bytes."""
 
 
 def allocate(size: int) -> Buffer:
@@ -45,6 +46,8 @@ class BufferPool:
         self._lock = threading.Lock()
         """Needed because all iterators of a loader share one pool, and each receives batches in its own threads."""
         self._free: deque[Buffer] = deque()
+        self._size = 0
+        """Total size of `_free` in bytes: a sum over hundreds of buffers would take longer than receiving a batch."""
         # filled by finalizers, which may run in any thread and at any moment: they must not acquire a lock
         self._returned: deque[Buffer] = deque()
         self._pid = os.getpid()  # set last: other threads use the pool as soon as the process ID matches
@@ -72,19 +75,20 @@ class BufferPool:
             storage = self._free[i]
             if size <= len(storage) <= 2 * size:
                 del self._free[i]
+                self._size -= len(storage)
                 return storage
         return None
 
     def _collect(self) -> None:
         while self._returned:
             self._free.append(self._returned.popleft())
-        free = sum(map(len, self._free))
-        while free > self._free_bytes:
-            free -= len(self._free.popleft())
+            self._size += len(self._free[-1])
+        while self._size > self._free_bytes:
+            self._size -= len(self._free.popleft())
 
 
 def _rounded(nbytes: int) -> int:
     """Round up to the next size class (eight per power of two), including room for alignment."""
-    size = max(_SMALLEST, nbytes + ALIGNMENT)
+    size = max(SMALLEST, nbytes + ALIGNMENT)
     step = 1 << max(0, (size - 1).bit_length() - 3)
     return -(-size // step) * step

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from teleloader_server import get_worker_info
 from tests.end_to_end.hosted import SAMPLES, Samples
@@ -103,6 +105,44 @@ class Replicas:
 def _slow_sample(index: int) -> int:
     time.sleep(0.001)
     return index
+
+
+def _encoded(kind: str) -> bytes:
+    noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).resize((600, 600)).save(file, kind)
+    return file.getvalue()
+
+
+class Pictures:
+    """Dataset of image files in memory, decoded with Pillow; `work` is called for each sample as well."""
+
+    def __init__(self, kind: str, work: Callable[[], object]) -> None:
+        self._file = _encoded(kind)
+        self._work = work
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> Any:
+        self._work()
+        with Image.open(io.BytesIO(self._file)) as image:
+            return np.asarray(image.crop((0, 0, 8, 8)))
+
+
+def jpegs() -> Pictures:
+    """Return a dataset that spends its time decoding JPEG files."""
+    return Pictures("JPEG", lambda: None)
+
+
+def pngs() -> Pictures:
+    """Return a dataset that decodes PNG files."""
+    return Pictures("PNG", lambda: None)
+
+
+def few_jpegs() -> Pictures:
+    """Return a dataset that decodes JPEG files, and spends most of its time in its own Python code."""
+    return Pictures("JPEG", lambda: sum(range(10**6)))
 
 
 slowly = Samples(_slow_sample, 1_000_000)

@@ -71,6 +71,25 @@ def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) 
     assert advice in problem["advice"]
 
 
+def test_a_faster_decoder_is_suggested() -> None:
+    """If JPEG decoding with Pillow takes most of the time, a hint says so; the dataset is fine."""
+    code, dataset = found(CHECKED + "jpegs", "--batch-size", "16")
+    (problem,) = dataset["problems"]
+    assert (code, problem["severity"]) == (0, "hint")
+    assert problem["what"].startswith("Pillow's JPEG decoder takes ")
+    assert "simplejpeg" in problem["advice"]
+    done = check(CHECKED + "jpegs", "--batch-size", "16")
+    assert "jpegs: OK" in done.out
+    assert "  hint: Pillow's JPEG decoder" in done.out
+
+
+@pytest.mark.parametrize("name", ["pngs", "few_jpegs", "dicts"])
+def test_no_decoder_is_suggested_to_others(name: str) -> None:
+    """Other files, few JPEG files beside slow Python code, and arrays get no hint."""
+    _, dataset = found(CHECKED + name, "--batch-size", "16", "--batches", "2")
+    assert dataset["problems"] == []
+
+
 @pytest.mark.parametrize(
     ("target", "what", "advice"),
     [

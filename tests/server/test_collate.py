@@ -557,6 +557,18 @@ def test_a_stack_knows_itself_before_it_is_written() -> None:
     assert place.tolist() == [[0] * 3, [7] * 3, [1] * 3, [0] * 3]
 
 
+@pytest.mark.parametrize("width", [0, 1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("kind", ["contiguous", "strided", "one strided", "big-endian"])
+def test_arrays_of_any_size_are_stacked(width: int, kind: str) -> None:
+    """Small and large arrays are copied in different ways, which depend on their memory layout as well."""
+    rows = np.arange(8 * width, dtype=np.float64).reshape(4, width, 2)
+    rows = rows.astype(">f8") if kind == "big-endian" else rows
+    strided = {"strided": {0, 1, 2, 3}, "one strided": {2}}.get(kind, set())
+    batch = [row[:, 0] if k in strided else row[:, 0].copy() for k, row in enumerate(rows)]
+    for collate in (default_collate, lazy_collate):
+        assert described(collate(batch)) == described(rows[:, :, 0].astype(np.float64).view(Tensor))
+
+
 def test_a_batch_is_its_own() -> None:
     """A batch is a copy, even of one sample, so that samples may change after collation."""
     sample = np.zeros(3)

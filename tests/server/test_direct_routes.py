@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import Mock, call
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from teleloader_server.problems import HttpProblem
 from teleloader_server.web.app import create_app
 from teleloader_server.web.batches import AHEAD, CONSUMER, EPOCH, RANGES, READY
 from teleloader_server.web.direct_routes import Parameter, headers_of, query_of
+from teleloader_server.web.guard_transport import JoiningTransport
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared.codec import BatchId, to_bytes
 from teleloader_shared.spec import MAX_EPOCH
@@ -142,3 +144,30 @@ def test_a_request_that_waits_ends_when_its_client_disconnects(
                 other.send_get(path + what)
             eventually(is_waiting)
         eventually(lambda: not is_waiting())
+
+
+def test_a_small_response_is_one_write(start_server: StartServer) -> None:
+    """The head and the frames of a small response arrive together, and those of the next response after them."""
+    server = start_server("tests.end_to_end.hosted:numbers", "--num-workers", "1")
+    key = httpx.post(f"{server.url}/v1/loaders", json={"dataset": "numbers"}, trust_env=False).json()["key"]
+    path = f"{PATH.replace('KEY', key)}?ranges=0:2&ready=true"
+    with Raw(server.url) as client:
+        for _ in range(2):
+            client.send_get(path)
+            head, _, body = client.socket.recv(2**16).partition(b"\r\n\r\n")
+            assert f"content-length: {len(body)}\r\n".encode() in head
+            assert body
+
+
+def test_only_the_head_of_a_response_is_held() -> None:
+    """Data is held once per request to hold it, and written before the data that follows."""
+    transport = Mock()
+    joining = JoiningTransport(transport)
+    joining.write(b"a")
+    joining.hold_next()
+    joining.write(b"b")
+    assert transport.mock_calls == [call.write(b"a")]
+    joining.write(b"c")
+    joining.write(b"d")
+    joining.close()
+    assert transport.mock_calls[1:] == [call.writelines([b"b", b"c"]), call.write(b"d"), call.close()]

@@ -178,3 +178,28 @@ def test_each_request_gets_its_batches_in_order(
         assert set(service.started.values()) == {1}, "with enough memory, no batch is computed twice"
     for _, _, request in opened:
         service.dispatcher.close(request)
+
+
+def test_a_new_consumer_does_not_wait_for_a_group_of_each_other_consumer() -> None:
+    """It starts with the worker time of the consumer that is served next, not of the one that was served most."""
+    service = Service()
+    service.warm_up(TRAIN, nbytes=TINY, seconds=BRIEF)
+    others = [("train", number) for number in range(1, 20)]
+    for epoch in others:
+        service.request("a", epoch, 0, 64)
+    most = service.request("most", TRAIN, 0, 100_000)
+    for _ in range(100):
+        service.decide()
+        service.finish_all(TINY, BRIEF)
+        service.send_ready(most)
+    service.dispatcher.close(most)
+    for epoch in others:
+        service.request("a", epoch, 64, 100_000)
+    service.decide()
+    service.finish_all(TINY, BRIEF)
+    service.groups.clear()
+    modest = service.request("modest", ("train", 99), 0, 1)
+    while not service.send_ready(modest):
+        service.decide()
+        service.finish_all(TINY, BRIEF)
+    assert len(service.groups) <= 5

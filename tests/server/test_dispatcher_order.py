@@ -81,7 +81,9 @@ def test_awaited_batches_go_first_and_prefetched_batches_last() -> None:
     while started := service.decide():
         order += names(started)
         service.finish()
-    assert order == ["train 0", "other 5", "train 1", "other 6", "train 2", "other 7"]
+    assert [sorted(order[place : place + 2]) for place in (0, 2, 4)] == [
+        ["other 5", "train 0"], ["other 6", "train 1"], ["other 7", "train 2"],
+    ]  # fmt: skip
 
 
 def test_an_awaited_batch_goes_before_prefetched_batches() -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from teleloader.tensors.output import Output
 from teleloader.tensors.pinned import PinnedBudget
-from teleloader_shared.buffers import BufferPool
+from teleloader_shared.buffers import SMALLEST, BufferPool, allocate
 from teleloader_shared.codec import Bits, Memory
 from teleloader_shared.memory import NumpyMemory, TorchMemory
 from teleloader_shared.tree import Tensor
@@ -76,7 +76,7 @@ class PinnedMemory(Bits):
 
 
 class _Scratch(Bits):
-    """Pageable buffer for a response with several batches, whose frames are copied to pinned memory."""
+    """Pageable buffer for a response with several batches, whose frames are copied to memory of their own."""
 
     __slots__ = ("_buffers",)
 
@@ -85,7 +85,9 @@ class _Scratch(Bits):
         self._buffers = buffers
 
     def frame(self, start: int, nbytes: int) -> Memory:
-        """Copy frames to page-locked memory, or to pageable memory if the budget is exhausted."""
+        """Copy frames to newly allocated memory, except for pageable frames that fill this buffer."""
+        if nbytes == len(self.data) and self._buffers.pinned is None:
+            return self._buffers.pageable(self.data)
         memory = self._buffers.allocate(nbytes)
         memory.data[:] = self.data[start : start + nbytes]
         return memory
@@ -121,23 +123,26 @@ class HostBuffers:
 
     def take(self, nbytes: int, batches: int) -> Memory:
         """Allocate memory for a response of `nbytes` bytes with up to `batches` batches."""
-        if self.pinned is None:
-            return pageable_memory(self._output, self._pool.take(nbytes))
-        if batches > 1:
-            return _Scratch(self._pool.take(nbytes), self)
-        return self.allocate(nbytes)
+        return _Scratch(self._pool.take(nbytes), self) if batches > 1 else self.allocate(nbytes)
+
+    def pageable(self, data: NDArray[np.uint8]) -> Memory:
+        """Return a `Memory` over pageable bytes."""
+        return pageable_memory(self._output, data)
 
     def adopt(self, data: NDArray[np.uint8]) -> Memory:
         """Return a `Memory` over pageable memory that the caller allocated."""
         return pageable_memory(self._output, data)
 
     def allocate(self, nbytes: int) -> Memory:
-        """Allocate page-locked memory, or pageable memory if the budget for page-locked memory is exhausted."""
+        """Allocate page-locked memory, or pageable memory if none is requested or its budget is exhausted."""
+        if self.pinned is None:
+            # the pool's smallest buffer would keep more memory alive than a small frame needs
+            return self.pageable(self._pool.take(nbytes) if nbytes >= SMALLEST else allocate(nbytes))
         began = time.perf_counter()
-        block = None if self.pinned is None else self.pinned.allocate(nbytes)
+        block = self.pinned.allocate(nbytes)
         with self._lock:
             self.pin_seconds += time.perf_counter() - began
-            self.unpinned += block is None and self.pinned is not None
+            self.unpinned += block is None
         if block is None:
-            return pageable_memory(self._output, self._pool.take(nbytes))
+            return self.pageable(self._pool.take(nbytes))
         return PinnedMemory(block, self)

@@ -22,6 +22,7 @@ from teleloader.tensors.memory import HostBuffers
 from teleloader.transport import handoff
 from teleloader.transport.interface import BatchServer, SilentConnection, TransportError
 from teleloader.transport.request import BatchRequest
+from teleloader.transport.tls import TlsSocket
 from teleloader.transport.tracing import RequestTrace
 from teleloader_shared.codec import Memory
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
@@ -93,7 +94,7 @@ class _SecureConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         """Connect and perform the TLS handshake."""
         super().connect()
-        self.sock = self._server.credentials.context().wrap_socket(self.sock, server_hostname=self._server.server_name)
+        self.sock = TlsSocket(self.sock, self._server.credentials.context(), self._server.server_name)
 
 
 class BoundedReader(io.RawIOBase):
@@ -203,7 +204,9 @@ class HttpConnection:
     @property
     def is_usable(self) -> bool:
         """False if the connection is known to be broken or closed."""
-        return self._http.sock is not None and not self._arrival.select(0)
+        if self._http.sock is None or self._arrival.select(0):
+            return False
+        return not (isinstance(self._socket, TlsSocket) and self._socket.has_received)
 
     def send(self, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:
         """Send the HTTP request for batches."""
@@ -298,7 +301,7 @@ class HttpConnection:
 
     def _has_begun(self, arriving: io.BufferedReader) -> bool:
         """Return True if bytes of the response have arrived; over TLS, handshake messages may arrive first."""
-        if not isinstance(self._socket, ssl.SSLSocket):
+        if not isinstance(self._socket, TlsSocket):
             return True
         self._socket.settimeout(0)
         try:

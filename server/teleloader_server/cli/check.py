@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -19,6 +19,8 @@ from teleloader_server.limits import Limits
 from teleloader_shared.stats import Latency
 from teleloader_shared.summary import Part
 from teleloader_shared.units import counted, number, seconds, size
+
+_COLOURS: Final = {"error": "red", "warning": "yellow", "hint": "cyan"}
 
 
 def check(
@@ -116,15 +118,14 @@ def show(found: Checked) -> None:
     if sys.stderr.isatty():
         click.echo("\r\x1b[2K", nl=False, err=True)
     warnings = sum(problem.severity == "warning" for problem in found.problems)
-    diagnosis = "OK" if not found.problems else counted(warnings, "warning")
-    colour = "yellow" if found.problems else "green"
+    diagnosis, colour = (counted(warnings, "warning"), "yellow") if warnings else ("OK", "green")
     if found.failed:
         diagnosis, colour = "failed", "red"
     click.echo(f"{click.style(found.dataset, bold=True)}: {click.style(diagnosis, fg=colour)}")
     for label, text in _lines(found):
         click.echo(f"  {label:<11} {text}")
     for problem in found.problems:
-        heading = click.style(problem.severity, fg="red" if problem.severity == "error" else "yellow")
+        heading = click.style(problem.severity, fg=_COLOURS[problem.severity])
         what = problem.what.rstrip().replace("\n", "\n    ")
         click.echo(f"  {heading}: {what}\n{_advice(problem)}")
     click.echo()

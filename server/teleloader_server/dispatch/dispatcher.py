@@ -119,10 +119,9 @@ class Dispatcher:
                 self._forget([c for c in self._consumers.values() if not c.requests and c.epoch != epoch])
             consumer = self._join(quota, request, loader, now)
         if consumer not in self.store.active:
-            # at least the current level: otherwise a consumer that was idle would block all others until it catches up
             principal_share = consumer.principal_share
             principal_share.served = max(principal_share.served, self._level)
-            consumer.served = max(consumer.served, principal_share.level)
+            consumer.served = max(consumer.served, principal_share.current_level)
         consumer.last_seen = now
         pending = PendingRequest(consumer, request.batches, request.indices)
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
@@ -181,9 +180,9 @@ class Dispatcher:
         if len(quota.consumers) >= quota.max_consumers:
             self._forget_some(quota)
         principal_share = self._principal_shares.setdefault(quota.name, PrincipalShare(quota, self._level))
-        epoch, level = (request.key, request.epoch), principal_share.level
+        epoch = (request.key, request.epoch)
         state = self.store.state(epoch)
-        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.batches.start, level, now)
+        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.batches.start, 0.0, now)
         self._consumers[quota.name, consumer.name, epoch] = consumer
         quota.consumers[consumer] = consumer.requests
         self.store.join(consumer)
@@ -319,7 +318,7 @@ class Dispatcher:
             level, before = principal_share.served, consumer.served
             if self._start(worker, batch_id, consumer, urgency, submit):
                 self._level = max(self._level, level)
-                principal_share.level = max(principal_share.level, before)
+                principal_share.level = before
                 consumer.candidate = None
                 self._enqueue(consumer)
             else:
@@ -362,7 +361,7 @@ class Dispatcher:
                 self.store.active.pop(consumer, None)
         elif consumer.candidate is None or consumer.candidate.rank != found[0].value:
             principal_share = consumer.principal_share
-            consumer.candidate = Candidate(found[0].value, consumer.served, next(self._tickets), consumer)
+            consumer.candidate = Candidate(found[0].value, consumer.served, -next(self._tickets), consumer)
             heapq.heappush(principal_share.queue, consumer.candidate)
             if len(principal_share.queue) > 2 * len(principal_share.quota.consumers) + 16:
                 principal_share.queue = [each for each in principal_share.queue if each is each.consumer.candidate]

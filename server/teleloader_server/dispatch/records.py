@@ -186,13 +186,23 @@ class PrincipalShare:
     served: float
     """Worker time used for the principal, in seconds."""
     level: float = 0.0
-    """Value of `served` of the consumer for which a batch was started last; new consumers start with this value."""
+    """Value of `served` of the consumer for which a batch was started last."""
     scans_to_skip: int = 0
     queue: list[Candidate] = field(default_factory=list)
     """Heap of the principal's consumers that may start a batch; an entry that is not the `candidate` of its consumer is
     outdated."""
     is_capped: bool = False
     """True after preemption: the principal then leaves one worker to others."""
+
+    @property
+    def current_level(self) -> float:
+        """Value of `served` with which a consumer starts to request batches: that of the consumer that is served next.
+
+        Otherwise a consumer that was idle would block all others until it had been served as much, or would itself wait
+        until all others have been served as much as one of them.
+        """
+        first = self.queue[0] if self.queue else None
+        return self.level if first is None or first.rank != Urgency.WAITING.value else first.served
 
 
 @dataclass(slots=True, eq=False)
@@ -273,7 +283,8 @@ class Candidate(NamedTuple):
     served: float
     """Value of `Consumer.served` when the entry was queued."""
     ticket: int
-    """Number of the entry, so that the order is the order of events if all else is equal."""
+    """Number of the entry, descending: if all else is equal, a consumer that has just sent a request goes before those
+    that keep the workers busy."""
     consumer: Consumer
 
 

@@ -27,7 +27,7 @@ from teleloader_server.permissions import READ, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
 from teleloader_server.web.direct_routes import DirectRoute, Parameter, boolean, headers_of, integer, query_of, string
-from teleloader_server.web.guard import Exchange, calling_on_disconnect
+from teleloader_server.web.guard import JOINED, Exchange, calling_on_disconnect
 from teleloader_server.web.guard_rules import check_body_size
 from teleloader_server.web.handoff import Channel, channel_of
 from teleloader_server.web.index_bodies import split
@@ -117,7 +117,7 @@ class FrameResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and all frames."""
         with self._service.sending(self._size, self._stream):
-            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers, JOINED: True})
             if self._size < SMALL_BYTES:
                 piece = next(joined(self._frames))
                 await send({"type": "http.response.body", "body": piece, "more_body": False})

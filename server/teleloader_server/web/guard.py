@@ -43,10 +43,12 @@ from teleloader_server.web.guard_rules import (
     check_pipelined,
     check_url_size,
 )
-from teleloader_server.web.guard_transport import abort, final_response, unread_bytes
+from teleloader_server.web.guard_transport import JoiningTransport, abort, final_response, unread_bytes
 
 _KEY: Final = "teleloader.connection"
 """Key under which the state in an ASGI scope contains the `Connection` of the request."""
+JOINED: Final = "teleloader.joined"
+"""Key under which an ASGI message ``http.response.start`` contains True if its body follows at once."""
 _EXCHANGE: Final = "teleloader.exchange"
 """Key under which an ASGI scope contains the `Exchange` of the request."""
 
@@ -107,8 +109,9 @@ class Connection(asyncio.Protocol):
 
     # slots, because there are many connections, and a dictionary of attributes takes 1 KB each
     __slots__ = (
-        "_default_headers", "_exchanges", "_head", "_headers", "_limits", "_loop", "_manager", "_parser", "_progress",
-        "_receiving", "_scope", "_slow_reader", "_state", "_transport", "_url", "_uvicorn", "address", "has_requested",
+        "_default_headers", "_exchanges", "_head", "_headers", "_joining", "_limits", "_loop", "_manager", "_parser",
+        "_progress", "_receiving", "_scope", "_slow_reader", "_state", "_transport", "_url", "_uvicorn", "address",
+        "has_requested",
     )  # fmt: skip
 
     def __init__(self, manager: ConnectionManager, config: uvicorn.Config, server_state: ServerState) -> None:
@@ -154,7 +157,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Admit a new connection, or reject the connection with status 503 if a connection limit is reached."""
         self._transport = cast("asyncio.Transport", transport)
-        self._uvicorn.connection_made(transport)
+        self._joining = JoiningTransport(self._transport)
+        self._uvicorn.connection_made(self._joining)
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if peer else ""
         reason = self._manager.admit(self)
@@ -360,6 +364,8 @@ class Connection(asyncio.Protocol):
         def observe(message: Message) -> Any:
             if message["type"] == "http.response.start":
                 exchange.has_response_begun = True
+                if message.get(JOINED):
+                    self._joining.hold_next()
             elif not message.get("more_body", False):
                 return finish(message)
             return send(message)

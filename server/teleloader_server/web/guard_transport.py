@@ -10,7 +10,7 @@ import termios
 from collections.abc import Iterable
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from teleloader_server import request_ids
 from teleloader_server.problems import HttpProblem
@@ -18,6 +18,41 @@ from teleloader_server.web.problem_responses import encoded
 from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
 
 _AT_ONCE: Final = struct.pack("ii", 1, 0)
+
+
+class JoiningTransport:
+    """Transport that joins the head of a response with the first part of its body, if the application asks for it.
+
+    uvicorn writes them separately, and each write is a system call and a packet.
+
+    Args:
+        transport: Transport of the connection, which does everything else.
+    """
+
+    __slots__ = ("_held", "_holds", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._holds = False
+        self._held: bytes | None = None
+        """Data that is written together with the next data."""
+
+    def hold_next(self) -> None:
+        """Hold the next data until more data is written."""
+        self._holds = True
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write data, after the held data."""
+        if self._holds:
+            self._holds, self._held = False, bytes(data)
+        elif self._held is not None:
+            self._transport.writelines([self._held, data])
+            self._held = None
+        else:
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def abort(transport: asyncio.Transport) -> None:

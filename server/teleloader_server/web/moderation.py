@@ -10,22 +10,22 @@ import math
 from typing import Final
 
 LINGER: Final = 0.005
-"""Minimum seconds for which a response waits for further small batches."""
-MAX_LINGER: Final = 0.5
-"""Maximum seconds for which a response waits for further small batches."""
+"""Maximum seconds for which a response waits for further small batches, per open request."""
+MAX_LINGER: Final = 1.0
+"""Maximum seconds for which a response waits for further small batches, regardless of the number of open requests."""
 RESPONSE_SECONDS: Final = 150e-6
 """Event loop time of a response, besides that of its batches."""
 RESPONSE_SHARE: Final = 1 / 8
-"""Fraction of the event loop's time that responses may take."""
+"""Fraction of the event loop's time that responses may take if the workers keep up with it."""
 
 
 def linger_for(open_requests: int, batch_rate: float) -> tuple[int | None, float]:
     """Return the number of further batches for which a response waits, and the maximum seconds.
 
-    If each open request gets a response every ``open_requests * RESPONSE_SECONDS / RESPONSE_SHARE`` seconds, responses
-    take `RESPONSE_SHARE` of the event loop. The workers compute ``batch_rate * RESPONSE_SECONDS / RESPONSE_SHARE``
-    batches for each of them in this time; a response that has as many does not wait longer. If this is at most one
-    batch, a response per batch is cheap enough.
+    If each response has as many batches as the workers compute in ``RESPONSE_SECONDS / RESPONSE_SHARE``, responses take
+    `RESPONSE_SHARE` of the event loop. If that is at most one batch, a response per batch is cheap enough. The maximum
+    wait is proportional to the number of open requests, because so are the intervals between the batches of each, and
+    it does not depend on the speed of the machine: the event loop sends at most ``1 / LINGER`` smaller responses/s.
 
     Args:
         open_requests: Number of requests without a response.
@@ -35,7 +35,6 @@ def linger_for(open_requests: int, batch_rate: float) -> tuple[int | None, float
         The number of batches, None for all batches of the request, and the seconds.
     """
     enough = math.ceil(batch_rate * RESPONSE_SECONDS / RESPONSE_SHARE)
-    seconds = min(MAX_LINGER, open_requests * RESPONSE_SECONDS / RESPONSE_SHARE)
-    if enough <= 1 or seconds <= LINGER:
+    if enough <= 1 or open_requests <= 1:
         return None, LINGER
-    return enough - 1, seconds
+    return enough - 1, min(MAX_LINGER, open_requests * LINGER)
