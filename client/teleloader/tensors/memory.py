@@ -129,10 +129,6 @@ class HostBuffers:
         """Return a `Memory` over pageable bytes."""
         return pageable_memory(self._output, data)
 
-    def adopt(self, data: NDArray[np.uint8]) -> Memory:
-        """Return a `Memory` over pageable memory that the caller allocated."""
-        return pageable_memory(self._output, data)
-
     def allocate(self, nbytes: int) -> Memory:
         """Allocate page-locked memory, or pageable memory if none is requested or its budget is exhausted."""
         if self.pinned is None:

@@ -95,7 +95,7 @@ class LoanChannel:
         try:
             _check_slot(descriptor, nbytes if record == GIVE_BACK.pack(number) else 0, max_bytes)
             if buffers.pinned is None:
-                return buffers.adopt(_mapped(descriptor, nbytes, give_back))
+                return buffers.pageable(_mapped(descriptor, nbytes, give_back))
             memory = buffers.take(nbytes, 1)
             _read(descriptor, memory.data)
         except BaseException:
