@@ -193,8 +193,7 @@ def test_a_new_consumer_waits_for_at_most_one_group_of_each_other_consumer() -> 
         service.finish_all(TINY, BRIEF)
         service.send_ready(most)
     service.dispatcher.close(most)
-    for epoch in others:
-        service.request("a", epoch, 64, 100_000)
+    waiting = [service.request("a", epoch, 64, 100_000) for epoch in others]
     service.decide()
     service.finish_all(TINY, BRIEF)
     service.groups.clear()
@@ -202,6 +201,8 @@ def test_a_new_consumer_waits_for_at_most_one_group_of_each_other_consumer() -> 
     while not service.send_ready(modest):
         service.decide()
         service.finish_all(TINY, BRIEF)
+        for request in waiting:
+            service.send_ready(request)
     assert len(service.groups) <= len(others)
 
 
