@@ -27,7 +27,7 @@ CONFIG: Final = toml({NAME: TOKENS.table.replace("padding:pad", "padding:pad_arr
 CLIENT: Final = "client, growth over import torch"
 BATCHES: Final = 2_000
 QUICK_BATCHES: Final = 100
-_MIB: Final = 2**20
+_MB: Final = 10**6
 
 
 class Memory:
@@ -49,8 +49,8 @@ class Memory:
             title_style="bold",
         )
         made.add_column("process", no_wrap=True)
-        made.add_column("MiB", justify="right", no_wrap=True)
-        figures = {name: Spread.of([row[name] / _MIB for row in rows]) for name in rows[0]}
+        made.add_column("MB", justify="right", no_wrap=True)
+        figures = {name: Spread.of([row[name] / _MB for row in rows]) for name in rows[0]}
         for name, spread in figures.items():
             made.add_row(name, spread.text(",.0f"))
         return Outcome([made], list(rows), {f"{NAME}: {name}": spread for name, spread in figures.items()})

@@ -25,6 +25,8 @@ class Setting:
     rounds: int
     seconds: float
     """Approximate duration of a turn of a throughput workload, without warm-up."""
+    peers: Sequence[str]
+    """Names of the peers that take part."""
     quick: bool
     """True if the run only checks that everything runs."""
     large: bool

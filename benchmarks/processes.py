@@ -225,7 +225,7 @@ def shared_here() -> tuple[Any, ...]:
     return _shared
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     """End a process and wait for it."""
     process.terminate()
     try:

@@ -7,22 +7,26 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
 
-from benchmarks import machine
+from benchmarks import goals, machine
 from benchmarks.contenders import has_torch
 from benchmarks.crowd import Crowd
 from benchmarks.dispatching import Dispatching
 from benchmarks.first_batch import Resume, Start
+from benchmarks.measuring import Spread
 from benchmarks.memory import Memory
 from benchmarks.parts import Part, Setting, toml
+from benchmarks.peers import PEERS, missing
 from benchmarks.processes import Servers, end_forked
+from benchmarks.publishing import publish
 from benchmarks.response import Response
 from benchmarks.sharing import Share
 from benchmarks.sleeping import Sleeping
@@ -33,6 +37,8 @@ ROUNDS: Final = 7
 SECONDS: Final = 0.8
 QUICK_SECONDS: Final = 0.15
 EXIT_INTERRUPTED: Final = 130
+QUIET: Final = 15.0
+"""Minimum seconds between two lines of progress in a file."""
 
 _ALL: Final[Sequence[Part]] = (
     *map(Throughput, WORKLOADS.values()),
@@ -76,6 +82,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="short turns: check that everything runs, without meaningful figures"
     )
     parser.add_argument("--large", action="store_true", help="include contenders that need minutes and gigabytes")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=[], metavar="PEER",
+        help=f"peers that take part in the same rounds, among {', '.join(PEERS)}; name them after the workloads",
+    )  # fmt: skip
+    parser.add_argument(
+        "--publish", action="store_true", help="write the tables to benchmarks/README.md and the plot to docs"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn and all figures to a file")
     parser.add_argument(
         "--server", metavar="URL", help="measure a running server that has the configuration printed by --config"
@@ -99,34 +112,71 @@ def _run(options: argparse.Namespace, chosen: Sequence[Part]) -> int:
     console.print()
     if not has_torch():
         console.print("torch is not installed: torch's local DataLoader is left out\n")
+    for name in options.peers:
+        if (module := missing(name)) is not None:
+            console.print(f"{module} is not installed: {name} is left out (pip install --group peers)\n")
     if options.server is not None:
         console.print(f"the servers' side is {options.server}: there is no floor, which is loopback's\n")
+    peers = [name for name in options.peers if missing(name) is None]
     results: dict[str, Any] = {}
+    tables: list[RenderableType] = []
+    figures: dict[str, Spread] = {}
     with ExitStack() as stack:
-        # the bar is drawn only between turns, because a refresh thread would take CPU time from the measurements
-        progress = stack.enter_context(Progress(*_columns(), console=console, auto_refresh=False, transient=True))
-        bar = progress.add_task("starting servers", total=None)
-        progress.refresh()
         servers = Servers(stack, _config(chosen), options.server)
-        setting = Setting(
-            servers, options.server is None, options.rounds, options.seconds, options.quick, options.large
-        )
+        is_local = options.server is None
+        setting = Setting(servers, is_local, options.rounds, options.seconds, peers, options.quick, options.large)
         jobs = {part.name: part.prepare(setting) for part in chosen}
-        progress.update(bar, total=sum(job.steps for job in jobs.values()))
-
-        def step(text: str) -> None:
-            progress.update(bar, description=text, advance=1)
-            progress.refresh()
-
+        progress = Steps(console, sum(job.steps for job in jobs.values()))
         for name, job in jobs.items():
-            outcome = job.run(step)
+            outcome = job.run(progress.step)
+            progress.clear()
             for table in outcome.tables:
                 console.print(table)
+            tables += outcome.tables
             results[name] = outcome.results
+            figures |= outcome.figures
+    if figures:
+        tables.insert(0, goals.table(figures))
+        console.print(tables[0])
     console.print("Medians over the rounds (quartiles). Ratios are computed within each round.")
+    content = {"command": command, "machine": facts, "workloads": results, "figures": figures}
     if options.json is not None:
-        _write(options.json, {"command": command, "machine": facts, "workloads": results})
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
+    if options.publish:
+        publish(tables, content)
     return 0
+
+
+class Steps:
+    """Progress of a run: the current measurement and the estimated time left.
+
+    A line is written only between turns: a progress bar with a thread would take CPU time from the measurements.
+    """
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._total = total
+        self._done = 0
+        self._began = self._written = time.monotonic()
+
+    def step(self, text: str) -> None:
+        """Report the start of the next measurement; if the output is no terminal, at most once per `QUIET` seconds."""
+        now, done = time.monotonic(), self._done
+        self._done += 1
+        left = f"about {(now - self._began) / done * (self._total - done) / 60:.0f} min left" if done else "started"
+        line = f"{self._done}/{self._total} {text}, {left}"
+        if self._console.is_terminal:
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+        elif now - self._written > QUIET:
+            self._written = now
+            print(line, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Clear the line."""
+        if self._console.is_terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def _config(chosen: Sequence[Part]) -> str:
@@ -134,14 +184,6 @@ def _config(chosen: Sequence[Part]) -> str:
     for part in chosen:
         hosted |= part.hosted
     return toml(hosted)
-
-
-def _columns() -> tuple[TextColumn, BarColumn, TimeElapsedColumn]:
-    return TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -25,7 +25,7 @@ import psutil
 from numpy.typing import NDArray
 from rich.table import Table
 
-from benchmarks.measuring import Spread
+from benchmarks.measuring import Spread, ratios
 from benchmarks.parts import Job, Outcome, Setting, Step, counted, interleaved
 from benchmarks.processes import START_TIMEOUT, consumers, shared_here, stats
 
@@ -101,7 +101,9 @@ class Share:
             CASES, setting.rounds, step, lambda case: f"share: {case.name}", lambda case: _turn(url, case, world_size)
         )
         results = [{**asdict(case), "turns": [asdict(turn) for turn in row]} for case, row in rows.items()]
-        return Outcome([_table(rows, BATCHES // world_size)], results)
+        alone, four = ([turn.cpu for turn in rows[case]] for case in (Case(1), Case(4)))
+        figures = {"share: worker CPU of 4 consumers to 1": ratios(four, alone)}
+        return Outcome([_table(rows, BATCHES // world_size)], results, figures)
 
 
 def _turn(url: str, case: Case, world_size: int) -> Turn:
@@ -188,12 +190,11 @@ def _table(rows: Mapping[Case, list[Turn]], batches: int) -> Table:
         made.add_column(heading, justify="right", no_wrap=True)
     alone = rows[CASES[0]]
     for case, row in rows.items():
-        ratios = [turn.cpu / other.cpu for turn, other in zip(row, alone, strict=True)]
         made.add_row(
             case.name,
             Spread.of([turn.batches for turn in row]).text(",.0f"),
             Spread.of([turn.cpu for turn in row]).text(".2f"),
-            Spread.of(ratios).text(".3f"),
+            ratios([turn.cpu for turn in row], [turn.cpu for turn in alone]).text(".3f"),
             Spread.of([turn.seconds for turn in row]).text(".2f"),
         )
     return made

@@ -87,7 +87,7 @@ class Ragged:
 class Photographs:
     """Dataset of JPEG files in memory; a sample is decoded, and a crop drawn from its index is resized."""
 
-    FILES: Final = 2000
+    FILES: Final = 250
     SIZE: Final = (500, 375)
 
     def __init__(self, length: int) -> None:

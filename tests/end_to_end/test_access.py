@@ -23,7 +23,7 @@ from teleloader_server.cli.commands import server as server_command
 from teleloader_server.config import ConfigError
 from teleloader_shared.errors import AccessDenied, Forbidden, Unauthorized, UnknownDataset
 from teleloader_shared.spec import LoaderSpec
-from tests.conftest import ServerProcess, StartServer
+from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end.terminal import SERVER, TOOLS, piped
 
 NUMBERS = "tests.end_to_end.hosted:numbers"
@@ -438,7 +438,12 @@ def test_the_token_shows_nowhere(
     table.remove("first")
     table.write()
     note(lambda: list(many))
-    note(lambda: RemoteDataset(server.url, "many", token=token))
+
+    def is_revoked() -> bool:
+        note(lambda: RemoteDataset(server.url, "many", token=token))
+        return "may have been revoked" in said[-1]
+
+    eventually(is_revoked)
     server.kill()
     note(lambda: RemoteDataset(server.url, "many", token=token, reconnect_timeout=0.2))
     everything = "\n".join([*said, *caplog.messages, caplog.text, *server.log])

@@ -186,6 +186,7 @@ class Service:
     def resume(self, worker: int) -> None:
         """Report that a worker has completed its slow batch."""
         self.health[worker].stalled = False
+        self.dispatcher.worker_resumed(worker)
 
     def lose_worker(
         self, worker: int = 0, attribution: Attribution = "unknown", overdue: frozenset[BatchId] = frozenset()

@@ -22,7 +22,7 @@ from teleloader_server.problems import HttpProblem
 from teleloader_server.web.app import create_app
 from teleloader_server.web.batches import AHEAD, CONSUMER, EPOCH, RANGES, READY
 from teleloader_server.web.direct_routes import Parameter, headers_of, query_of
-from teleloader_server.web.guard_transport import JoiningTransport
+from teleloader_server.web.guard_transport import MAX_JOINED_BYTES, JoiningTransport, write_joined
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared.codec import BatchId, to_bytes
 from teleloader_shared.spec import MAX_EPOCH
@@ -171,3 +171,13 @@ def test_only_the_head_of_a_response_is_held() -> None:
     joining.write(b"d")
     joining.close()
     assert transport.mock_calls[1:] == [call.writelines([b"b", b"c"]), call.write(b"d"), call.close()]
+
+
+def test_a_head_is_not_joined_with_large_data() -> None:
+    """Joining copies the data on an asyncio event loop."""
+    transport = Mock()
+    for size in (MAX_JOINED_BYTES, MAX_JOINED_BYTES + 1):
+        write_joined(transport, b"head", bytes(size))
+    together, *separate = transport.mock_calls
+    assert together == call.writelines([b"head", bytes(MAX_JOINED_BYTES)])
+    assert separate == [call.write(b"head"), call.write(bytes(MAX_JOINED_BYTES + 1))]

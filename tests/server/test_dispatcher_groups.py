@@ -180,7 +180,7 @@ def test_each_request_gets_its_batches_in_order(
         service.dispatcher.close(request)
 
 
-def test_a_new_consumer_does_not_wait_for_a_group_of_each_other_consumer() -> None:
+def test_a_new_consumer_waits_for_at_most_one_group_of_each_other_consumer() -> None:
     """It starts with the worker time of the consumer that is served next, not of the one that was served most."""
     service = Service()
     service.warm_up(TRAIN, nbytes=TINY, seconds=BRIEF)
@@ -193,8 +193,7 @@ def test_a_new_consumer_does_not_wait_for_a_group_of_each_other_consumer() -> No
         service.finish_all(TINY, BRIEF)
         service.send_ready(most)
     service.dispatcher.close(most)
-    for epoch in others:
-        service.request("a", epoch, 64, 100_000)
+    waiting = [service.request("a", epoch, 64, 100_000) for epoch in others]
     service.decide()
     service.finish_all(TINY, BRIEF)
     service.groups.clear()
@@ -202,4 +201,23 @@ def test_a_new_consumer_does_not_wait_for_a_group_of_each_other_consumer() -> No
     while not service.send_ready(modest):
         service.decide()
         service.finish_all(TINY, BRIEF)
-    assert len(service.groups) <= 5
+        for request in waiting:
+            service.send_ready(request)
+    assert len(service.groups) <= len(others)
+
+
+def test_prefetched_groups_stay_within_the_window() -> None:
+    """A batch beyond the window that was already sent does not extend it."""
+    service = Service()
+    service.warm_up(TRAIN, nbytes=TINY, seconds=BRIEF)
+    first = service.request("a", TRAIN, 0, 1)
+    far = service.request("a", TRAIN, 1000, 1001)
+    service.decide()
+    service.finish_all(TINY, BRIEF)
+    for request in (first, far):
+        assert service.send_ready(request)
+        service.dispatcher.close(request)
+    service.groups.clear()
+    service.request("a", TRAIN, 1, 2, ahead=4)
+    service.decide()
+    assert service.groups == [[1], [2, 3, 4, 5]]

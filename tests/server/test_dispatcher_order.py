@@ -332,3 +332,23 @@ def test_a_prefetched_batch_that_does_not_fit_does_not_block_smaller_ones() -> N
     service.finish_all(nbytes=6)
     service.request("quick", OTHER, 0, 50)
     assert numbers(service.decide(), OTHER) == [0, 1, 2, 3]
+
+
+def test_loops_that_start_an_iteration_for_each_batch_leave_others_their_share() -> None:
+    """A new name gives no advantage: an iteration continues with the worker time of its training loop."""
+    service = Service()
+    service.warm_up(TRAIN)
+    epochs = iter(range(1, 1000))
+    steady = service.request("steady", TRAIN, 0, 1000)
+    short = {loop: service.request(f"{loop}#0", ("other", next(epochs)), 0, 1) for loop in ("n0", "n1", "n2")}
+    served = dict.fromkeys(short, 0)
+    for number in range(1, 80):
+        service.decide()
+        service.finish_all()
+        service.send_ready(steady)
+        for loop, request in short.items():
+            if service.send_ready(request):
+                served[loop] += 1
+                service.dispatcher.close(request)
+                short[loop] = service.request(f"{loop}#{number}", ("other", next(epochs)), 0, 1)
+    assert all(abs(count - steady.next) <= 2 for count in served.values()), (served, steady.next)

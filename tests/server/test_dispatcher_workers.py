@@ -153,3 +153,21 @@ def test_the_replacement_of_a_lost_worker_is_neither_stalled_nor_recycling(attri
     assert service.decide() == []
     service.worker_ready(0)
     assert numbers(service.decide()) == [0]
+
+
+def test_a_worker_whose_batches_were_all_reassigned_is_idle() -> None:
+    """It gets batches again as soon as it resumes, although another worker is busy with a slow batch."""
+    service = Service(workers=2)
+    service.warm_up(TRAIN, seconds=QUICK)
+    service.warm_up(OTHER)
+    service.request("b", OTHER, 0, 1)
+    service.decide()
+    (busy,) = [worker for worker, queue in service.queues.items() if queue]
+    service.request("a", TRAIN, 0, 8)
+    service.decide()
+    idle = 1 - busy
+    waiting = list(service.queues[idle])
+    assert len(waiting) == 8
+    assert service.stall(idle, waiting)
+    service.resume(idle)
+    assert numbers(service.decide()) == numbers(waiting)

@@ -190,3 +190,18 @@ async def test_a_response_that_has_waited_enough_is_no_longer_notified() -> None
         await stream.linger(None, 0.0)
         assert stream.consumer.state.waiters == {}
     await engine.close()
+
+
+async def test_a_request_that_is_ended_between_two_waits_does_not_wait_again() -> None:
+    """The client may disconnect while a response is sent, or before the first wait."""
+    engine = Engine(FakePool(), Memory(BUDGET), Counters(), SOURCE)
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1)
+    loader = Loader(spec.key, spec, 100, 100)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)))
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+        stream.end(ConnectionError("disconnected"))
+        with pytest.raises(ConnectionError, match="disconnected"):
+            await asyncio.wait_for(stream.take(), 5)
+        assert stream.consumer.state.waiters == {}
+    await engine.close()

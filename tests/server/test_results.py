@@ -148,3 +148,16 @@ def test_the_slot_of_a_replaced_frame_is_reused(computing: Computing) -> None:
     computing.results.add(3 * LARGE, Report(8, True, [1.0, 2.0, 3.0]), None)
     assert computing.taken() == [[(0, 3 * LARGE)]]
     assert len(computing.arena._used) == 1
+
+
+def test_the_arena_sends_messages_without_the_lock_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that reports results holds the lock of the channel, and waits for that of the results."""
+    computing = Computing(monkeypatch)
+    locked: list[bool] = []
+    computing.arena.free_limit = 0
+    computing.arena._retract = lambda slot: locked.append(computing.results._lock.locked())
+    computing.results.begin(0, 0)
+    computing.results.place(2 * LARGE)
+    computing.results.place(3 * LARGE)[:] = 0
+    computing.results.add(3 * LARGE, Report(8, True, [1.0, 2.0, 3.0]), None)
+    assert locked == [False]

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
-from teleloader_server.dispatch.records import Consumer, Epoch
+from teleloader_server.dispatch.records import Consumer, Epoch, training_loop
 from teleloader_server.loading.stages import STAGES, Fetch
 from teleloader_server.loading.tasks import GroupReport, Task, indices_of
 from teleloader_server.workers.pool import Lease
@@ -470,7 +470,7 @@ class Counters:
         Clients use a new consumer name for each iteration. The part of the name before the last ``#`` is the same for
         all iterations of a training loop.
         """
-        key = consumer.principal_share.quota.name, consumer.name.rpartition("#")[0] or consumer.name, dataset
+        key = consumer.principal_share.quota.name, training_loop(consumer.name), dataset
         known = self._loops.get(key)
         if known is None:
             known = self._loops[key] = LoopCounters(time.monotonic())

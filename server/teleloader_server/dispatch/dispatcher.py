@@ -39,6 +39,7 @@ from teleloader_server.dispatch.records import (
     RangeRequest,
     ReadyFrame,
     Urgency,
+    training_loop,
 )
 from teleloader_server.dispatch.store import Store
 from teleloader_server.dispatch.worker_loads import WorkerLoads
@@ -180,9 +181,12 @@ class Dispatcher:
         if len(quota.consumers) >= quota.max_consumers:
             self._forget_some(quota)
         principal_share = self._principal_shares.setdefault(quota.name, PrincipalShare(quota, self._level))
-        epoch = (request.key, request.epoch)
+        epoch, loop = (request.key, request.epoch), training_loop(request.consumer)
         state = self.store.state(epoch)
-        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.batches.start, 0.0, now)
+        # the next iteration of a training loop has a new name, which must give it no advantage
+        mine = (c for c in self._consumers.values() if c.principal_share is principal_share)
+        served = max((c.served for c in mine if training_loop(c.name) == loop), default=0.0)
+        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.batches.start, served, now)
         self._consumers[quota.name, consumer.name, epoch] = consumer
         quota.consumers[consumer] = consumer.requests
         self.store.join(consumer)
@@ -230,6 +234,10 @@ class Dispatcher:
         for batch_id in waiting:
             self.store.remove(self.store.batch(batch_id))
         return True
+
+    def worker_resumed(self, worker: int) -> None:
+        """Record that a worker has completed its slow batch; the batches queued behind it were reassigned."""
+        self._loads.update(worker)
 
     def worker_lost(self, worker: int, lost: Sequence[BatchId], worker_exit: WorkerExit) -> list[BatchId]:
         """Requeue the batches of an exited worker, except those that hung, caused too many exits or lacked resources.
@@ -361,7 +369,7 @@ class Dispatcher:
                 self.store.active.pop(consumer, None)
         elif consumer.candidate is None or consumer.candidate.rank != found[0].value:
             principal_share = consumer.principal_share
-            consumer.candidate = Candidate(found[0].value, consumer.served, -next(self._tickets), consumer)
+            consumer.candidate = Candidate(found[0].value, consumer.served, next(self._tickets), consumer)
             heapq.heappush(principal_share.queue, consumer.candidate)
             if len(principal_share.queue) > 2 * len(principal_share.quota.consumers) + 16:
                 principal_share.queue = [each for each in principal_share.queue if each is each.consumer.candidate]

@@ -53,6 +53,8 @@ class BatchStream:
     """Function that is called when the request is closed."""
     _arrived: asyncio.Future[None] | None = None
     """Future of the batch for which the request waits; None before the first wait."""
+    _error: Exception | None = None
+    """Error of `end`; None if it was not called."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +65,11 @@ class BatchStream:
             self.on_close()
 
     def end(self, error: Exception) -> None:
+        """Make the pending call of `take`, and each further call that would have to wait, raise an error."""
+        self._error = error
+        self.interrupt(error)
+
+    def interrupt(self, error: Exception) -> None:
         """Make the pending call of `take` raise an error; do nothing if the request does not wait for a batch."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_exception(error)
@@ -154,7 +161,7 @@ class Engine:
     def give_up(self, error: TeleloaderError) -> None:
         """Raise an error in all requests that wait for a batch."""
         for stream in self._streams:
-            stream.end(error)
+            stream.interrupt(error)
 
     async def close(self) -> None:
         """Stop all workers, and raise an error in all waiting requests."""
@@ -213,8 +220,9 @@ class Engine:
         """Wait until batch k is ready, or until `wake` or `end` of the stream is called."""
         state = stream.consumer.state
         if state.frame(k) is None:
-            if self._end is not None:
-                raise self._end
+            ended = self._end or stream._error
+            if ended is not None:
+                raise ended
             stream._arrived = asyncio.get_running_loop().create_future()
             waiters = state.waiters.setdefault(k, [])
             waiters.append(stream.wake)
@@ -285,8 +293,9 @@ class Engine:
         self._decide_soon()
         return self._dispatcher.worker_stalled([task.batch_id for task in tasks])
 
-    def worker_resumed(self) -> None:
+    def worker_resumed(self, worker: int) -> None:
         """Resume assigning batches to a worker that had stalled."""
+        self._dispatcher.worker_resumed(worker)
         self._decide_soon()
 
     def worker_lost(self, worker: int, tasks: Sequence[Task], worker_exit: WorkerExit) -> None:

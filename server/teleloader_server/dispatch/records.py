@@ -262,7 +262,7 @@ class Consumer:
         requested = next((s for p in self.requests if (s := p.stop_after(k, limit)) is not None), None)
         if requested is not None:
             return requested
-        return min((n for n in self.sent_beyond if n > k), default=self.ahead_stop)
+        return min((n for n in self.sent_beyond if k < n < self.ahead_stop), default=self.ahead_stop)
 
     def index_list(self, k: int) -> bytes | None:
         """Return the index list of batch k from an open request, or None in seeded order (computed by workers)."""
@@ -275,6 +275,11 @@ class Consumer:
         return any(pending.next <= k and pending.distance(k) is not None for pending in self.requests)
 
 
+def training_loop(consumer: str) -> str:
+    """Return the part of a consumer's name that all iterations of a training loop have in common."""
+    return consumer.rpartition("#")[0] or consumer
+
+
 class Candidate(NamedTuple):
     """Consumer in the queue of its principal, in the order of the first three fields."""
 
@@ -283,8 +288,7 @@ class Candidate(NamedTuple):
     served: float
     """Value of `Consumer.served` when the entry was queued."""
     ticket: int
-    """Number of the entry, descending: if all else is equal, a consumer that has just sent a request goes before those
-    that keep the workers busy."""
+    """Number of the entry: if all else is equal, the entries are in the order of events."""
     consumer: Consumer
 
 

@@ -19,11 +19,14 @@ from teleloader_shared.messages import PROBLEM_MEDIA_TYPE
 
 _AT_ONCE: Final = struct.pack("ii", 1, 0)
 
+MAX_JOINED_BYTES: Final = 64 * 1024
+"""Maximum size of a part that is joined with the head: asyncio copies both parts, which blocks its event loop."""
+
 
 class JoiningTransport:
     """Transport that joins the head of a response with the first part of its body, if the application asks for it.
 
-    uvicorn writes them separately, and each write is a system call and a packet.
+    uvicorn writes them separately, and each write is a system call and a packet. Large parts are not joined.
 
     Args:
         transport: Transport of the connection, which does everything else.
@@ -45,14 +48,24 @@ class JoiningTransport:
         """Write data, after the held data."""
         if self._holds:
             self._holds, self._held = False, bytes(data)
-        elif self._held is not None:
-            self._transport.writelines([self._held, data])
-            self._held = None
-        else:
+            return
+        held, self._held = self._held, None
+        if held is None:
             self._transport.write(data)
+        else:
+            write_joined(self._transport, held, data)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+def write_joined(transport: asyncio.Transport, head: bytes, data: bytes | memoryview) -> None:
+    """Write a head and data together, unless the data is large."""
+    if len(data) <= MAX_JOINED_BYTES:
+        transport.writelines([head, data])
+    else:
+        transport.write(head)
+        transport.write(data)
 
 
 def abort(transport: asyncio.Transport) -> None:

@@ -20,7 +20,7 @@ from teleloader_server.dispatch.quotas import Quota, quota_of
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.guard_manager import ConnectionManager
 from teleloader_server.web.guard_rules import ArrivalRate, SlowReader
-from teleloader_server.web.guard_transport import abort, final_response, unread_bytes
+from teleloader_server.web.guard_transport import abort, final_response, unread_bytes, write_joined
 from teleloader_server.web.problem_responses import REFUSED
 from teleloader_shared.errors import ServerUnavailable
 
@@ -234,7 +234,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             await super().send(message)
             self._continue()
             return
-        self.transport.writelines([_frame_head(len(content)), content])
+        write_joined(self.transport, _frame_head(len(content)), content)
         await self._is_writable.wait()
 
     # -- called by the manager

@@ -42,7 +42,7 @@ class PoolListener(Protocol):
         If True is returned, the pool revokes the tasks, and the worker gets no tasks until `worker_resumed`.
         """
 
-    def worker_resumed(self) -> None:
+    def worker_resumed(self, worker: int) -> None:
         """Resume submitting tasks to a worker that had stalled."""
 
     def worker_removed(self, worker: int) -> None:

@@ -373,7 +373,7 @@ class ProcessPool:
         process.health.progress(time.monotonic())
         if process.health.stalled:
             process.health.stalled = False
-            self._listener.worker_resumed()
+            self._listener.worker_resumed(process.number)
         if process.health.recycling:
             self._loop.call_soon(self._recycle, process)
 

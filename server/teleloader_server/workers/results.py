@@ -88,13 +88,15 @@ class Results:
     def place(self, nbytes: int) -> NDArray[np.uint8]:
         """Return a buffer of `nbytes` bytes for the frame of the current task; a second call replaces the buffer."""
         with self._lock:
+            self._is_writing = True
             group = self._open
             if group is not None and group.used + nbytes <= len(group.memory):
-                self._is_writing = True
                 return group.memory[group.used : group.used + nbytes]
             self._close()
+        # without the lock, because the arena sends messages, for which another thread may wait that calls `take`
+        if group is not None and not group.sizes and isinstance(group.buffer, Slot):  # a frame that is replaced
+            self._arena.give_back(group.buffer.number)
         self._open = group = _Group(self._allocate(nbytes), self._task_id, self._began)
-        self._is_writing = True
         return group.memory[:nbytes]
 
     def _allocate(self, nbytes: int) -> Slot | NDArray[np.uint8]:
@@ -135,11 +137,7 @@ class Results:
 
     def _close(self) -> None:
         group, self._open = self._open, None
-        if group is None:
-            return
-        if not group.sizes:  # a frame that was to be replaced
-            if isinstance(group.buffer, Slot):
-                self._arena.give_back(group.buffer.number)
+        if group is None or not group.sizes:
             return
         frames = group.buffer.number if isinstance(group.buffer, Slot) else group.buffer[: group.used].tobytes()
         before, self._cpu_wait_before = self._cpu_wait_before, self._cpu_wait()
