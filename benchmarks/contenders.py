@@ -213,7 +213,7 @@ class TorchLocal:
 
 
 def contenders(workload: Workload, setting: Setting) -> list[Contender]:
-    """Return all contenders; without a server on this machine, there is no floor, no TLS and no local hosting."""
+    """Return all contenders; the floor, TLS and local hosting need a server on this machine."""
     server = setting.servers.get(workload.num_workers)
     found: list[Contender] = [Teleloader(workload, server)]
     if setting.is_local:

@@ -160,7 +160,7 @@ class Steps:
         self._began = self._written = time.monotonic()
 
     def step(self, text: str) -> None:
-        """Report the start of the next measurement; if the output is no terminal, at most once per `QUIET` seconds."""
+        """Report the start of the next measurement; outside a terminal, at most once per `QUIET` seconds."""
         now, done = time.monotonic(), self._done
         self._done += 1
         left = f"about {(now - self._began) / done * (self._total - done) / 60:.0f} min left" if done else "started"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 from teleloader_server.dispatch.counters import Counters, EngineSource
-from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, Engine
+from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, BatchStream, Engine
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.loading.tasks import GroupReport, Task
@@ -179,29 +180,30 @@ async def test_a_response_waits_for_a_number_of_batches(count: int | None, first
     await engine.close()
 
 
-async def test_a_response_that_has_waited_enough_is_no_longer_notified() -> None:
-    """After its wait has ended without the batch, a request is not among those that wait for it."""
+@asynccontextmanager
+async def requested() -> AsyncIterator[BatchStream]:
+    """Return a request for four batches, none of which is ready, of an engine that is closed at the end."""
     engine = Engine(FakePool(), Memory(BUDGET), Counters(), SOURCE)
     await engine.start()
     spec = LoaderSpec(dataset="data", batch_size=1)
     loader = Loader(spec.key, spec, 100, 100)
     request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)))
     with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+        yield stream
+    await engine.close()
+
+
+async def test_a_response_that_has_waited_enough_is_no_longer_notified() -> None:
+    """After its wait has ended without the batch, a request is not among those that wait for it."""
+    async with requested() as stream:
         await stream.linger(None, 0.0)
         assert stream.consumer.state.waiters == {}
-    await engine.close()
 
 
 async def test_a_request_that_is_ended_between_two_waits_does_not_wait_again() -> None:
     """The client may disconnect while a response is sent, or before the first wait."""
-    engine = Engine(FakePool(), Memory(BUDGET), Counters(), SOURCE)
-    await engine.start()
-    spec = LoaderSpec(dataset="data", batch_size=1)
-    loader = Loader(spec.key, spec, 100, 100)
-    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)))
-    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+    async with requested() as stream:
         stream.end(ConnectionError("disconnected"))
         with pytest.raises(ConnectionError, match="disconnected"):
             await asyncio.wait_for(stream.take(), 5)
         assert stream.consumer.state.waiters == {}
-    await engine.close()
