@@ -64,7 +64,8 @@ def tokens(tmp_path: Path) -> Path:
 def running(tokens: Path, *options: str) -> Iterator[ServerProcess]:
     """Run a server with one worker and a memory budget of a few slots."""
     server = ServerProcess(
-        "--port", "0", "tests.end_to_end.hosted:images", "--num-workers", "1", "--memory-budget", "32MiB",
+        "--port", "0", "images=tests.end_to_end.hosted:images", "small=tests.end_to_end.hosted:small_images",
+        "--num-workers", "1", "--memory-budget", "32MiB",
         "--tokens", str(tokens), *options,
     )  # fmt: skip
     try:
@@ -109,12 +110,13 @@ class Attacker:
     Args:
         url: URL of the server.
         name: Name of the token.
+        dataset: Name of the dataset.
     """
 
-    def __init__(self, url: str, name: str = "alice") -> None:
+    def __init__(self, url: str, name: str = "alice", dataset: str = "images") -> None:
         self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKENS[name]}"})
         OPEN.append(self.http)
-        info = self.http.get("/v1/datasets").json()[0]
+        info = self.http.get(f"/v1/datasets/{dataset}").raise_for_status().json()
         spec = LoaderSpec(dataset=info["name"], batch_size=1, seed=0, fingerprint=info["fingerprint"])
         registered = self.http.post("/v1/loaders", json=spec.to_json(), headers={PROTOCOL_HEADER: "1"}).json()
         self._path = batches_path(registered["key"], 0)
@@ -265,14 +267,16 @@ def test_a_descriptor_that_was_passed_on_keeps_its_content(server: ServerProcess
     holder = int(os.read(loan_read, 100))
     os.kill(borrower, signal.SIGKILL)
     os.waitpid(borrower, 0)
-    other = Attacker(server.url, "bob")
-    for k in range(40):
-        loan = other.borrow(k)
-        assert bytes([k % 251]) * 4096 == os.pread(loan.descriptor, 4096, 8192)
-        os.close(loan.descriptor)
-        other.give_back(loan)
-    eventually(lambda: other.lent() >= SLOT)
-    os.kill(holder, signal.SIGKILL)
+    try:
+        other = Attacker(server.url, "bob")
+        for k in range(40):
+            loan = other.borrow(k)
+            assert bytes([1 + k % 251]) * 4096 == os.pread(loan.descriptor, 4096, 8192)
+            os.close(loan.descriptor)
+            other.give_back(loan)
+        eventually(lambda: other.lent() >= SLOT)
+    finally:
+        os.kill(holder, signal.SIGKILL)
     eventually(lambda: other.lent() == 0)
 
 
@@ -367,18 +371,44 @@ def test_a_channel_of_another_token_lends_nothing(server: ServerProcess) -> None
         victim.channel.recv(1)
 
 
+def test_a_slot_contains_nothing_of_earlier_batches(server: ServerProcess) -> None:
+    """A slot that contained a larger batch of another dataset does not show the rest of it."""
+    for k in range(20):  # sent, because the request names no channel
+        Attacker(server.url, "bob").request(k, "none").raise_for_status()
+    attacker = Attacker(server.url, dataset="small")
+    loans = [attacker.borrow(k) for k in range(8)]
+    sizes = [os.fstat(loan.descriptor).st_size for loan in loans]
+    assert max(sizes) >= SLOT, "no slot of a larger batch was reused"
+    for loan, size in zip(loans, sizes, strict=True):
+        assert not any(os.pread(loan.descriptor, size, loan.nbytes))
+
+
 def test_a_revoked_token_gets_no_loan(server: ServerProcess, tokens: Path) -> None:
-    """Slots that were lent to a revoked token are not reused, and its channel lends nothing."""
-    attacker, other = Attacker(server.url), Attacker(server.url, "bob")
+    """The channel of a revoked token lends nothing, and its slots are not reused, even for a token of this name."""
+    attacker = Attacker(server.url)
     loan = attacker.borrow(0)
-    tokens.write_text(f'[bob]\ntoken = "{TOKENS["bob"]}"\nscopes = ["read", "stats"]\n')
-    eventually(lambda: attacker.request(1).status_code == httpx.codes.UNAUTHORIZED)
-    before = loan.read()
-    for k in range(30):
-        taken = other.borrow(k) if k == 0 else other.request(k)
-        if isinstance(taken, Lent):
-            os.close(taken.descriptor)
-    assert loan.read() == before
+    read, write = os.pipe()
+    assert os.splice(loan.descriptor, write, 4096, offset_src=8192) == 4096  # pages that the kernel does not report
+    expected = os.pread(loan.descriptor, 4096, 8192)
+    os.close(loan.descriptor)
+    before = tokens.read_text()
+    tokens.write_text(before.replace(TOKENS["alice"], "another-token-of-alice"))
+    eventually(lambda: attacker.request(1, "none").status_code == httpx.codes.UNAUTHORIZED)
+    assert attacker.request(1).status_code == httpx.codes.UNAUTHORIZED
+    attacker.channel.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        attacker.channel.recv(1)
+    attacker.give_back(loan)  # now, because batches that were computed before may reuse the slot
+    tokens.write_text(before)
+    eventually(lambda: attacker.http.get("/v1/datasets").is_success)
+    again = Attacker(server.url)
+    for k in range(1, 40):
+        taken = again.borrow(k)
+        os.close(taken.descriptor)
+        again.give_back(taken)
+    assert os.read(read, 4096) == expected
+    os.close(read)
+    os.close(write)
 
 
 @pytest.mark.parametrize("message", [b"x", b"x" * 32, b"x" * 5000, None])

@@ -152,7 +152,12 @@ def large() -> Large:
 
 def images() -> Samples:
     """Return samples of 3 MiB, which are sent in shared memory."""
-    return Samples(lambda i: np.full(3 * 2**20, i % 251, np.uint8), 60)
+    return Samples(lambda i: np.full(3 * 2**20, 1 + i % 251, np.uint8), 60)
+
+
+def small_images() -> Samples:
+    """Return samples of 2 MiB, which fit into the slots of `images`."""
+    return Samples(lambda i: np.full(2 * 2**20, 1 + i % 251, np.uint8), 60)
 
 
 class Slow:

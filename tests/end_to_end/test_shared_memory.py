@@ -71,7 +71,7 @@ def lent_batches(url: str) -> int:
 def check(batch: Any, number: int) -> None:
     """Check the content of a batch."""
     assert batch.shape == (1, SLOT)
-    assert (batch == number % 251).all()
+    assert (batch == 1 + number % 251).all()
 
 
 def test_large_batches_arrive_in_shared_memory(url: str) -> None:
@@ -119,13 +119,13 @@ def test_changes_of_a_batch_stay_private(url: str) -> None:
 
 
 def test_slots_are_reused_once_arrays_are_deleted(url: str) -> None:
-    """The server needs no more memory for many batches than for those that are in use."""
+    """The second half of an epoch is written to the slots of the first half, up to a few."""
     iterator = enumerate(loader_of(url))
     for number, batch in iterator:
         check(batch, number)
         if number == LAST // 2:
             mapped = stats_of(url)["server"]["memory_mapped"]
-    assert stats_of(url)["server"]["memory_mapped"] <= mapped + 2 * SLOT * 1.25
+    assert stats_of(url)["server"]["memory_mapped"] <= mapped + LAST // 6 * SLOT
     assert lent_bytes(url) > 0, "the last batch is in use"
     del batch, iterator  # enumerate() keeps its last item
     gc.collect()
@@ -243,7 +243,7 @@ def test_a_forked_child_keeps_what_it_inherited(server: ServerProcess) -> None:
     child = os.fork()
     if child == 0:
         os.read(go, 1)
-        is_unchanged = all((batch == number).all() for number, batch in enumerate(batches))
+        is_unchanged = all((batch == 1 + number).all() for number, batch in enumerate(batches))
         batches.clear()
         gc.collect()
         os.write(write, b"1" if is_unchanged else b"0")

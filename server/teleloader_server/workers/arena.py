@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader_server.workers.lendable import DISCARD, NOBODY, SEALS, LendableFrame, LendableSlot
+from teleloader_server.workers.lendable import DISCARD, MIN_LENT_BYTES, NOBODY, SEALS, LendableFrame, LendableSlot
 
 _SMALLEST: Final = 4096
 
@@ -40,6 +40,14 @@ class Slot:
     memory: NDArray[np.uint8]
     owner: int = NOBODY
     """Owner of the slot (`LendableSlot.owner`)."""
+    written: int = 0
+    """End of the bytes that are not zero."""
+
+    def clear_after(self, end: int) -> None:
+        """Overwrite the remains of earlier frames, because a client to which the slot is lent can read all of it."""
+        if len(self.memory) >= MIN_LENT_BYTES:
+            self.memory[end : self.written] = 0
+            self.written = end
 
 
 class Arena:

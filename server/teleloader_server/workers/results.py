@@ -40,6 +40,13 @@ class _Group:
         """Memory of the buffer."""
         return self.buffer.memory if isinstance(self.buffer, Slot) else self.buffer
 
+    def place(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return the memory of the next frame."""
+        end = self.used + nbytes
+        if isinstance(self.buffer, Slot):
+            self.buffer.written = max(self.buffer.written, end)
+        return self.memory[self.used : end]
+
 
 class Results:
     """Buffers of the frames that a worker computes, and the results that it has not reported yet.
@@ -91,13 +98,13 @@ class Results:
             self._is_writing = True
             group = self._open
             if group is not None and group.used + nbytes <= len(group.memory):
-                return group.memory[group.used : group.used + nbytes]
+                return group.place(nbytes)
             self._close()
         # without the lock, because the arena sends messages, for which another thread may wait that calls `take`
         if group is not None and not group.sizes and isinstance(group.buffer, Slot):  # a frame that is replaced
             self._arena.give_back(group.buffer.number)
         self._open = group = _Group(self._allocate(nbytes), self._task_id, self._began)
-        return group.memory[:nbytes]
+        return group.place(nbytes)
 
     def _allocate(self, nbytes: int) -> Slot | NDArray[np.uint8]:
         size = max(nbytes, min(GROUP_BYTES, nbytes * (1 + self._following)))
@@ -139,6 +146,8 @@ class Results:
         group, self._open = self._open, None
         if group is None or not group.sizes:
             return
+        if isinstance(group.buffer, Slot):
+            group.buffer.clear_after(group.used)
         frames = group.buffer.number if isinstance(group.buffer, Slot) else group.buffer[: group.used].tobytes()
         before, self._cpu_wait_before = self._cpu_wait_before, self._cpu_wait()
         report = GroupReport.of(group.reports, self._cpu_wait_before - before)
