@@ -223,6 +223,7 @@ def contenders(workload: Workload, setting: Setting) -> list[Contender]:
         if setting.is_local:
             found += [
                 Teleloader(workload, setting.servers.get(workload.num_workers, tls=True), ", TLS"),
+                Teleloader(workload, setting.servers.get(workload.num_workers, lends=True), ", same host"),
                 InProcess(workload),
                 Served(workload),
             ]

@@ -102,13 +102,13 @@ def running(hosted: list[str], num_workers: int, *options: str, ca: str | None =
 
 
 @contextmanager
-def configured(num_workers: int, config: str, *, tls: bool = False) -> Iterator[LoaderServer]:
+def configured(num_workers: int, config: str, *options: str, tls: bool = False) -> Iterator[LoaderServer]:
     """Run a loader server with a TOML configuration."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "loader.toml")
         file.write_text(config)
-        options, ca = _certified(Path(folder)) if tls else ((), None)
-        with running(["--config", str(file)], num_workers, *options, ca=ca) as started:
+        certified, ca = _certified(Path(folder)) if tls else ((), None)
+        with running(["--config", str(file)], num_workers, *options, *certified, ca=ca) as started:
             yield started
 
 
@@ -146,16 +146,21 @@ class Servers:
         self._stack = stack
         self._config = config
         self._url = url
-        self._started: dict[tuple[int, bool], Hosting] = {}
+        self._started: dict[tuple[int, bool, bool], Hosting] = {}
 
-    def get(self, num_workers: int, *, tls: bool = False) -> Hosting:
-        """Return a server with this number of workers, or the running server."""
+    def get(self, num_workers: int, *, tls: bool = False, lends: bool = False) -> Hosting:
+        """Return a server with this number of workers, or the running server.
+
+        With `lends`, the server lends batches in shared memory; otherwise, it sends them as to another machine.
+        """
         if self._url is not None:
             return Hosting(self._url)
-        if (num_workers, tls) not in self._started:
-            server = self._stack.enter_context(configured(num_workers, self._config, tls=tls))
-            self._started[num_workers, tls] = Hosting(server.url, server.process.pid, server.ca)
-        return self._started[num_workers, tls]
+        key = num_workers, tls, lends
+        if key not in self._started:
+            options = () if lends else ("--limit", "max_lent_slots=0")
+            server = self._stack.enter_context(configured(num_workers, self._config, *options, tls=tls))
+            self._started[key] = Hosting(server.url, server.process.pid, server.ca)
+        return self._started[key]
 
 
 def cpu_seconds(pid: int) -> float:

@@ -145,6 +145,12 @@ class ClientLimits:
     """Value of `send_timeout` while the principal's unread responses exceed its memory share, in seconds."""
     pressure_min_send_rate: float = 64 * 2**10
     """Minimum rate in bytes/s at which a client must read its response while `pressure_send_timeout` applies."""
+    max_lent_slots: int = 256
+    """Maximum number of shared-memory slots that are lent to one principal's clients; 0 disables shared memory."""
+    max_lent_bytes: int = 2 * 2**30
+    """Maximum size of the shared-memory slots that are lent to one principal's clients, in bytes."""
+    max_lent_time: float = 600.0
+    """Time in seconds for which a slot may be lent; then the server closes the channel, and discards its slots."""
     lingering_time: float = 2.0
     """Time in seconds for which a connection stays open after an error response, so that the client can read it."""
 
@@ -153,9 +159,11 @@ class ClientLimits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             kinds = (int,) if field.type == "int" else (int, float)
-            if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+            least = 0 if field.name == "max_lent_slots" else math.ulp(0.0)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value < math.inf:
                 what = "an integer" if field.type == "int" else "a number"
-                raise ConfigError(f"invalid limit {field.name}={value!r}: expected {what} greater than 0")
+                bound = "greater than 0" if least else "at least 0"
+                raise ConfigError(f"invalid limit {field.name}={value!r}: expected {what} {bound}")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"invalid limit {name}={getattr(self, name)}: expected at least {least}")

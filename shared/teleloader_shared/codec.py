@@ -394,13 +394,14 @@ class Envelope(NamedTuple):
         return start
 
 
-def open_frame(raw: memoryview, start: int, max_header: int) -> Envelope:
+def open_frame(raw: memoryview, start: int, max_header: int, *, verify: bool = True) -> Envelope:
     """Check the sizes and the checksum of a frame, without parsing the header.
 
     Args:
         raw: Buffer that contains the frame.
         start: Offset of the frame in `raw`.
         max_header: Maximum size of the header in bytes.
+        verify: Whether to verify the checksum.
 
     Raises:
         CorruptFrame: If the checksum does not match.
@@ -415,17 +416,18 @@ def open_frame(raw: memoryview, start: int, max_header: int) -> Envelope:
             f"invalid frame: the header has {header_size:,} bytes, more than {max_header:,}: convert numbers to arrays"
         )
     begin = start + PROLOGUE_SIZE
-    if checksum is not None and xxhash.xxh3_64_intdigest(raw[begin : start + size]) != checksum:
+    if verify and checksum is not None and xxhash.xxh3_64_intdigest(raw[begin : start + size]) != checksum:
         raise CorruptFrame("corrupted frame: the content does not match the checksum")
     return Envelope(size, values, raw[begin : begin + header_size])
 
 
-def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterator[Frame]:
+def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES, *, verify: bool = True) -> Iterator[Frame]:
     """Decode the consecutive frames in `memory`.
 
     Args:
         memory: Exactly the bytes of the frames.
         max_bytes: Maximum total size of the decompressed arrays of a frame, in bytes.
+        verify: Whether to verify the checksums of frames; False for memory that is shared with the server.
 
     Raises:
         CorruptFrame: If a checksum does not match.
@@ -443,7 +445,7 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Iterat
                 yield frame
             if start == end:
                 return
-        envelope = open_frame(raw, start, max_header)
+        envelope = open_frame(raw, start, max_header, verify=verify)
         frame = _decode(memory.frame(start, envelope.size), envelope, max_bytes)
         yield frame
         # where layouts alternate, the attempts would cost more than they save

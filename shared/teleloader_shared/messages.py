@@ -138,3 +138,6 @@ class Registration:
     None if unknown. Clients that share an epoch divide its batches among servers by these rates."""
     environment: str | None = None
     """Versions of the libraries that determine the bits of batches; None if unknown."""
+    handoff: str | None = None
+    """Unix socket and key with which a client on the server's machine can receive batches in shared memory, as
+    formatted by `handoff.Offer`; None if the server lends no memory."""

@@ -124,6 +124,12 @@ class ServerStats:
     """
     ports: list[int] | None = None
     """Ports of all servers that run under the same supervisor (``--servers``), or None."""
+    memory_lent: int | None = None
+    """Shared memory that is lent to clients on the server's machine; a slot lent to several clients counts for each.
+
+    Includes slots that a client gave back and still has open. Evicted batches that are lent are not part of
+    `memory_used`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +254,8 @@ class ConsumerStats:
     idle: float
     """Time since the latest request."""
     diagnosis: Diagnosis
+    batches_lent: int | None = None
+    """Part of `batches_sent` that the consumer received in shared memory."""
 
 
 @dataclass(frozen=True, slots=True)

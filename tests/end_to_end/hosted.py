@@ -150,6 +150,16 @@ def large() -> Large:
     return Large(256)
 
 
+def images() -> Samples:
+    """Return samples of 3 MiB, which are sent in shared memory."""
+    return Samples(lambda i: np.full(3 * 2**20, 1 + i % 251, np.uint8), 60)
+
+
+def small_images() -> Samples:
+    """Return samples of 2 MiB, which fit into the slots of `images`."""
+    return Samples(lambda i: np.full(2 * 2**20, 1 + i % 251, np.uint8), 60)
+
+
 class Slow:
     """Waits for a file to appear before it gives a sample; for tests that look at a server at work."""
 

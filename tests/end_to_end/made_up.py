@@ -53,6 +53,7 @@ SERVER = ServerStats(
     demand=7.5,
     demand_unmeasured=0.5,
     saturated=False,
+    memory_lent=77 * MIB,
 )
 
 WORKER = WorkerStats(

@@ -70,4 +70,4 @@ def test_a_large_index_list_is_not_copied() -> None:
     """The index list is the last item, as `Channel.put` requires."""
     assert list(get_type_hints(Load))[-1] == "indices"
     indices = b"x" * 100
-    assert encode(Load(1, "key", 2, 3, 1, 1, indices))[-1] is indices
+    assert encode(Load(1, "key", 2, 3, 1, 1, 0, indices))[-1] is indices

@@ -70,6 +70,7 @@ def _of_servers(servers: Sequence[ServerStats]) -> ServerStats:
         demand=_sum(server.demand for server in servers),
         demand_unmeasured=_sum(server.demand_unmeasured for server in servers),
         saturated=any(saturated) if saturated else None,
+        memory_lent=None if (lent := _sum(server.memory_lent for server in servers)) is None else int(lent),
     )
 
 
@@ -118,6 +119,7 @@ def _of_consumers(parts: Sequence[ConsumerStats]) -> ConsumerStats:
         position=max(part.position for part in parts),
         batches_sent=sum(part.batches_sent for part in parts),
         bytes_sent=sum(part.bytes_sent for part in parts),
+        batches_lent=sum(part.batches_lent or 0 for part in parts),
         batches_per_second=sum(rates),
         bytes_per_second=sum(part.bytes_per_second for part in parts),
         waiting=max(part.waiting for part in parts),

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from teleloader.api.control import MAX_PROBLEM_BYTES, Server
 from teleloader.api.responses import error_of, parse_retry_after
 from teleloader.tensors.memory import HostBuffers
+from teleloader.transport import handoff
 from teleloader.transport.interface import BatchServer, SilentConnection, TransportError
 from teleloader.transport.request import BatchRequest
 from teleloader.transport.tls import TlsSocket
@@ -26,7 +27,9 @@ from teleloader.transport.tracing import RequestTrace
 from teleloader_shared.codec import Memory
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.forks import after_fork_in_child
-from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport, batches_path
+from teleloader_shared.handoff import LOAN_MEDIA_TYPE
+from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport, Registration, batches_path
+from teleloader_shared.spec import LoaderSpec
 
 KEEPALIVE_IDLE: Final = 5
 """Seconds without data after which the kernel sends a keep-alive probe."""
@@ -44,6 +47,8 @@ KEEPALIVE_OPTIONS: Final = (
 _Selector: Final[type[selectors.BaseSelector]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
 MAX_HEAD_BYTES: Final = 128 * 1024
 """Maximum size of the headers and the preceding "100 Continue" responses, in bytes: both could be endless."""
+MAX_LOAN_BYTES: Final = 64
+"""Maximum size of a response that lends a slot, in bytes."""
 MIN_RATE: Final = 1024
 """Minimum rate of a response after its first byte, in bytes/s."""
 SILENT_TIMEOUTS: Final = 6
@@ -55,7 +60,16 @@ _open: set[HttpConnection] = set()
 
 
 class HttpServer(BatchServer):
-    """HTTP/1.1 client for one loader server."""
+    """HTTP/1.1 client for one loader server; receives batches in shared memory if the server is on this machine."""
+
+    offer: str | None = None
+    """`Registration.handoff` of the last registration."""
+
+    def register(self, spec: LoaderSpec, epoch: int) -> Registration:
+        """Register a loader with the server; see `Server.register`."""
+        registered = super().register(spec, epoch)
+        self.offer = registered.handoff
+        return registered
 
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> HttpConnection:
         """Open an HTTP connection for the batches of one epoch; see `BatchServer.connect`."""
@@ -154,13 +168,14 @@ class HttpConnection:
         OSError: If the server is unreachable.
     """
 
-    def __init__(self, server: Server, path: str, consumer: str, report: Callable[[], ConsumerReport]) -> None:
+    def __init__(self, server: HttpServer, path: str, consumer: str, report: Callable[[], ConsumerReport]) -> None:
         parts = urlsplit(server.url)
         self._server = server
         self._batches_path = path
         self._path = parts.path + path
         self.trace: RequestTrace | None = None
         self.first_byte = 0
+        self.is_shared = False
         self._sent_token: str | None = None
         """Token that the last request carried."""
         self._consumer = consumer
@@ -175,6 +190,7 @@ class HttpConnection:
         self._socket: socket.socket = self._http.sock
         self._arrival = _Selector()
         self._arrival.register(self._socket, selectors.EVENT_READ)
+        self._channel = handoff.connect(server.offer)
         _open.add(self)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -195,10 +211,14 @@ class HttpConnection:
     def send(self, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:
         """Send the HTTP request for batches."""
         self._sent_token = self._server.credentials.token
+        if self._channel is not None and not self._channel.is_open:
+            self._channel.close()
+            self._channel = handoff.connect(self._server.offer)
         headers = {
             CONSUMER_HEADER: self._consumer,
             REPORT_HEADER: self._report().to_header(),
             **self._server.credentials.headers,
+            **({} if self._channel is None else self._channel.headers),
         }
         self.trace = trace
         if trace is not None:
@@ -237,6 +257,9 @@ class HttpConnection:
                     "bytes. If batches are larger, increase max_batch_bytes of the DataLoader"
                 )
             self._arriving.allow(size)
+            self.is_shared = self._channel is not None and response.getheader("Content-Type") == LOAN_MEDIA_TYPE
+            if self._channel is not None and self.is_shared:
+                return self._channel.receive(response.read(MAX_LOAN_BYTES), buffers, max_bytes)
             memory = buffers.take(size, batches)
             view = memoryview(memory.data.data)
             filled = 0
@@ -300,6 +323,8 @@ class HttpConnection:
         """Close the connection and release its socket."""
         _open.discard(self)
         self._http.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def close_copy(self) -> None:
         """Close a forked child's copy of the socket, which would otherwise keep the parent's connection open."""

@@ -30,6 +30,9 @@ class Connection(Protocol):
     first_byte: int
     """Arrival time of the first byte of the last response, as ``time.time_ns()``."""
 
+    is_shared: bool
+    """True if `receive` last returned memory that is shared with the server, and was not transmitted."""
+
     @property
     def is_usable(self) -> bool:
         """False if the connection is known to be broken or closed, for example after an idle timeout."""

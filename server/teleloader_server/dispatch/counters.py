@@ -304,13 +304,15 @@ class LoopCounters:
 class ConsumerCounters:
     """Counters of one consumer, that is, of one iteration of a training loop over an epoch."""
 
-    __slots__ = ("batches", "dataset", "loop", "nbytes", "report", "waiting", "window")
+    __slots__ = ("batches", "dataset", "lent", "loop", "nbytes", "report", "waiting", "window")
 
     def __init__(self, dataset: DatasetCounters, loop: LoopCounters, now: float) -> None:
         self.dataset = dataset
         self.loop = loop
         self.batches = 0
         self.nbytes = 0
+        self.lent = 0
+        """Batches that the consumer received in shared memory."""
         self.waiting = Stopwatch()
         """Time during which a requested batch was not ready."""
         self.window = RateWindow(now, 0, 0)

@@ -335,8 +335,9 @@ class Engine:
         consumer = batches[0].consumer
         spec, length = consumer.loader.spec, consumer.loader.length
         index_list = consumer.index_list if spec.order == "client" else lambda k: None
+        owner = consumer.principal_share.quota.owners.get(spec.dataset, 0)
         ids = [batch.batch_id for batch in batches]
-        self.pool.submit(worker, [Task(spec, length, each, index_list(each.batch)) for each in ids])
+        self.pool.submit(worker, [Task(spec, length, each, index_list(each.batch), owner) for each in ids])
 
     def forget_idle(self) -> None:
         """Remove idle consumers, and up to `FORGOTTEN_TOGETHER` loaders that no consumer uses."""

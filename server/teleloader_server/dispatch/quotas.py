@@ -57,6 +57,12 @@ class Quota:
     """Memory in bytes of the frames computed for the principal, including estimates for batches in progress."""
     sending: int = field(default=0, init=False)
     """Bytes of responses that are being sent to the principal."""
+    lent_slots: int = field(default=0, init=False)
+    """Shared-memory slots that are lent to the principal, or that it kept after giving them back."""
+    lent_bytes: int = field(default=0, init=False)
+    """Size of these slots in bytes."""
+    owners: dict[str, int] = field(default_factory=dict, init=False)
+    """Owner number of the principal by dataset, for the reuse of lent slots (`Lender`)."""
     due: float = field(default=0.0, init=False)
     """Earliest time of the next request at the maximum rate; see `delayed`."""
     consumers: dict[object, Sequence[object]] = field(default_factory=dict, init=False)
@@ -84,7 +90,7 @@ class Quota:
     @property
     def has_nothing(self) -> bool:
         """True if the principal uses no resources."""
-        return not (self.frames or self.sending or self.consumers or self.loaders or self.sessions)
+        return not (self.frames or self.sending or self.lent_slots or self.consumers or self.loaders or self.sessions)
 
     def delay(self, now: float, rate: float) -> float:
         """Count a request toward the rate limit; return the request's delay in seconds (see `delayed`)."""
@@ -137,6 +143,16 @@ class Quotas:
     def sending(self) -> int:
         """Total size of all responses being sent, in bytes."""
         return sum(quota.sending for quota in self._quotas.values())
+
+    @property
+    def lent(self) -> int:
+        """Total size of all loans of slots, in bytes; a slot that is lent to several clients counts for each."""
+        return sum(quota.lent_bytes for quota in self._quotas.values())
+
+    def forget_owners(self) -> None:
+        """Exclude all lent slots from reuse, because their borrowers may no longer be authorized."""
+        for quota in self._quotas.values():
+            quota.owners.clear()
 
     def forget_idle(self, now: float) -> None:
         """Remove the quotas of principals without resources in use."""

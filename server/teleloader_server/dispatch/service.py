@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from teleloader_server.dispatch.counters import Counters
 from teleloader_server.dispatch.engine import BatchStream, Engine
 from teleloader_server.dispatch.grants import Grants
+from teleloader_server.dispatch.lending import Lender
 from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
 from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.dispatch.sessions import Engines
@@ -86,6 +87,8 @@ class LoaderService:
         )
         self.grants: Final = Grants()
         """Authorizations of open requests; each ends with its token."""
+        self.lender: Final = Lender(client_limits)
+        """Loans of shared memory to clients on this machine."""
         self._plan = lru_cache(maxsize=256)(Plan)
 
     # -- life
@@ -146,6 +149,12 @@ class LoaderService:
         """Number of shared workers."""
         running = self.engines.num_workers
         return self.limits.num_workers if running is None else running
+
+    def tokens_changed(self) -> None:
+        """End the requests and loans whose tokens were revoked; called after tokens have changed or expired."""
+        self.grants.tokens_changed.set()
+        self.quotas.forget_owners()
+        self.lender.forget_accounts()
 
     # -- loaders
 
@@ -211,6 +220,7 @@ class LoaderService:
             max_batch_bytes=self.limits.max_batch_bytes,
             batch_rate=batch_rate,
             environment=environment(),
+            handoff=self.lender.offer(caller.authorize(READ, loader.spec.dataset).name),
         )
 
     async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller) -> None:

@@ -32,6 +32,8 @@ class Task(NamedTuple):
     batch_id: BatchId
     indices: bytes | None = None
     """Frame with the index list of a client-side sampler; None in seeded order: workers then compute the indices."""
+    owner: int = 0
+    """Dataset and principal of the batch, as a number, if slots were lent to this principal (`Lender`); else 0."""
 
 
 class Report(NamedTuple):

@@ -200,6 +200,7 @@ class StatsCollector:
             load=load,
             saturated=is_saturated(busy, load, self._cpu.idle_fraction()),
             ports=self._service.ports,
+            memory_lent=self._service.quotas.lent,
         )
 
     @staticmethod
@@ -351,6 +352,7 @@ def _record(sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
         hedges=None if tally.report is None else tally.report.hedges,
         idle=max(0.0, now - consumer.last_seen),
         diagnosis=diagnose(recent, by),
+        batches_lent=tally.lent,
     )
 
 

@@ -34,6 +34,7 @@ _GAUGES: Final = {
     "memory_used": ("memory_used_bytes", "Memory of computed batches, and estimated memory of batches in progress."),
     "memory_mapped": ("memory_mapped_bytes", "Shared memory mapped for large batches, both used and free."),
     "memory_sending": ("memory_sending_bytes", "Memory of responses in transit."),
+    "memory_lent": ("memory_lent_bytes", "Shared memory lent to clients on the same machine."),
     "pss": ("memory_resident_bytes", "Memory of the server and its workers (PSS), with shared pages counted once."),
     "event_loop_lag": ("event_loop_lag_seconds", "Recent mean lag of the event loop."),
     "connections": ("connections", "Open connections."),

@@ -29,6 +29,7 @@ from teleloader_server.web.dashboard import add_dashboard
 from teleloader_server.web.direct_routes import Application
 from teleloader_server.web.guard import Connection, observed
 from teleloader_server.web.guard_manager import ConnectionManager, limits_for
+from teleloader_server.web.handoff import Channels
 from teleloader_server.web.lifecycle import Lifecycle, make_lifecycle_router
 from teleloader_server.web.problem_responses import DOCUMENTED, handle_problems
 from teleloader_server.web.servers import make_servers_router
@@ -87,7 +88,7 @@ def create_app(
         responses=DOCUMENTED,
     )
     app.state.authenticator = authenticator or Authenticator()
-    app.state.authenticator.on_change = service.grants.tokens_changed.set
+    app.state.authenticator.on_change = service.tokens_changed
     app.state.rate_limiter = RateLimiter(service.quotas, service.client_limits.max_requests_per_second)
     unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
     authentication = {"authenticator": app.state.authenticator, "limit": unauthenticated}
@@ -101,6 +102,7 @@ def create_app(
     app.state.instance_key = Secret(secrets.token_hex(16))
     app.state.registry = Registry(time.monotonic())
     app.state.client_tls = client_tls or ClientTls()
+    app.state.channels = None
     for make in (
         make_access_router, make_router, make_stream_router, make_status_router, make_servers_router,
         make_lifecycle_router,
@@ -148,6 +150,7 @@ class Server(uvicorn.Server):
         self._state = app.state
         self.instance_key: Final[Secret] = app.state.instance_key
         """Secret of this server process, which its announcements contain."""
+        self._channels = app.state.channels = Channels(service.lender, self._connections)
         self.lifecycle: Final = Lifecycle(self._exit_requested, self._connections)
         app.state.lifecycle = self.lifecycle
         self.before_drain: Callable[[], Coroutine[Any, Any, None]] = _nothing
@@ -229,6 +232,7 @@ class Server(uvicorn.Server):
             for bound in sockets or ()
         ]  # fmt: skip
         self._state.registry = Registry(time.monotonic())  # no server could announce itself before
+        self._channels.start()
         self.started = True
         self._background_tasks = [asyncio.create_task(each.run()) for each in (self._connections, self._collector)]
         self.listening.set()
@@ -249,6 +253,7 @@ class Server(uvicorn.Server):
         if not await self._all_sent(0.8 * self._grace):
             self.give_up()
             await self._all_sent(0.1 * self._grace)
+        self._channels.close()
         self._connections.abort()
         await super().shutdown(sockets)
         for task in self._background_tasks:

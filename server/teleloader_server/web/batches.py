@@ -29,12 +29,15 @@ from teleloader_server.web.authentication import GuardedRoute, caller_of
 from teleloader_server.web.direct_routes import DirectRoute, Parameter, boolean, headers_of, integer, query_of, string
 from teleloader_server.web.guard import JOINED, Exchange, calling_on_disconnect
 from teleloader_server.web.guard_rules import check_body_size
+from teleloader_server.web.handoff import Channel, channel_of
 from teleloader_server.web.index_bodies import split
 from teleloader_server.web.moderation import linger_for
 from teleloader_server.web.problem_responses import DOCUMENTED
+from teleloader_server.workers.lendable import is_lendable
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.errors import InvalidSpec, TeleloaderError, VersionMismatch
+from teleloader_shared.handoff import GIVE_BACK, LOAN_MEDIA_TYPE
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
     DATASETS_PATH,
@@ -129,6 +132,26 @@ class FrameResponse:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class LoanResponse(FrameResponse):
+    """HTTP response that lends the slot of its only frame to the client, or sends the frame if that is impossible."""
+
+    def __init__(self, channel: Channel, service: LoaderService, stream: BatchStream, frame: Lease) -> None:
+        super().__init__(service, stream, [frame], MUTABLE)
+        self._channel = channel
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the descriptor on the channel, then the response with the number of the loan."""
+        number = self._channel.lend(self._frames[0], self._stream)
+        if number is None:
+            await super().__call__(scope, receive, send)
+            return
+        body = GIVE_BACK.pack(number)
+        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", LOAN_MEDIA_TYPE.encode()), *MUTABLE]
+        with self._service.sending(len(body), self._stream):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
 class StreamResponse:
     """HTTP response that streams the requested batches as they become ready, at the client's read rate."""
 
@@ -159,14 +182,21 @@ def until_disconnect(scope: Scope, stream: BatchStream) -> AbstractContextManage
 
 async def ready_response(scope: Scope, service: LoaderService, stream: BatchStream) -> FrameResponse:
     """Wait for the first batch of a request; return a response with this batch and the ready batches after it."""
+    channel = channel_of(scope)
     with stream, until_disconnect(scope, stream):
-        return FrameResponse(service, stream, await ready_frames(stream), MUTABLE)
+        frames = await ready_frames(stream, lends=channel is not None)
+        if channel is not None and is_lendable(frames[0]):
+            return LoanResponse(channel, service, stream, frames[0])
+        return FrameResponse(service, stream, frames, MUTABLE)
 
 
-async def ready_frames(stream: BatchStream) -> list[Lease]:
-    """Wait for the next frame of a stream; return it and the frames after it that are ready soon (see `linger_for`)."""
+async def ready_frames(stream: BatchStream, *, lends: bool = False) -> list[Lease]:
+    """Wait for the next frame of a stream; return it and the frames after it that are ready soon (see `linger_for`).
+
+    With `lends`, return a first frame that can be lent alone.
+    """
     first = (await stream.take()).raw
-    if len(first) >= READY_BYTES or stream.exhausted:
+    if len(first) >= READY_BYTES or stream.exhausted or (lends and is_lendable(first)):
         return [first]
     await stream.linger(*linger_for(stream.open_requests, stream.batch_rate))
     return [first, *(frame.raw for frame in stream.take_ready(READY_BYTES - len(first)))]

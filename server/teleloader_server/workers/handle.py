@@ -92,8 +92,10 @@ class WorkerHandle:
         self._free_due = False  # first: a slot released concurrently is either sent below, or schedules another call
         slots = []
         while self._released:
-            slots.append(self._released.popleft())
-        self.send(FreeSlots(slots))
+            slot = self._released.popleft()
+            if slot in self.slots:  # no slots after `close`
+                slots.append(slot)
+        self.send(FreeSlots(slots, [self.slots[slot].owner for slot in slots]))
 
     # -- status file
 

@@ -113,6 +113,8 @@ class Load(NamedTuple):
     """Number of batches."""
     step: int
     """Difference between the numbers of successive batches."""
+    owner: int
+    """Owner of the batches (`Task.owner`)."""
     indices: bytes | None
     """Concatenated frames with the index list of each batch, for a client-side sampler; None in seeded order. `Channel`
     does not copy the last field."""
@@ -136,6 +138,8 @@ class FreeSlots(NamedTuple):
     """Message to a worker: shared-memory slots are free for reuse, because the server has released their frames."""
 
     slots: Sequence[int]
+    owners: Sequence[int]
+    """Owner of each slot (`LendableSlot.owner`)."""
 
 
 # -- worker to server

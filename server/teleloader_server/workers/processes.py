@@ -147,7 +147,7 @@ class ProcessPool:
         step = tasks[1].batch_id.batch - batch if len(tasks) > 1 else 1
         lists = [task.indices for task in tasks if task.indices is not None]
         indices = b"".join(lists) if len(lists) > 1 else next(iter(lists), None)
-        process.send(messages.Load(task_id, loader, epoch, batch, len(tasks), step, indices))
+        process.send(messages.Load(task_id, loader, epoch, batch, len(tasks), step, first.owner, indices))
         if not health.room:
             self._recycle_if_due(process, 0)
 
@@ -321,7 +321,8 @@ class ProcessPool:
                 revoked.append(place)
             else:
                 tasks.append(task)
-                frames.append(lease[end : end + size])
+                # a slice would lose the slot that a frame can be lent with
+                frames.append(lease if len(sizes) == 1 else lease[end : end + size])
             end += size
         if revoked:  # when the worker had just started them
             report = report.without(revoked)

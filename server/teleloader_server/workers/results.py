@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading.tasks import GROUP_BYTES, GROUP_SECONDS, GroupReport, Report
 from teleloader_server.workers.arena import Arena, Slot
+from teleloader_server.workers.lendable import NOBODY
 from teleloader_server.workers.messages import Done
 
 INLINE_BYTES: Final = 32 * 1024
@@ -39,6 +40,13 @@ class _Group:
         """Memory of the buffer."""
         return self.buffer.memory if isinstance(self.buffer, Slot) else self.buffer
 
+    def place(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return the memory of the next frame."""
+        end = self.used + nbytes
+        if isinstance(self.buffer, Slot):
+            self.buffer.written = max(self.buffer.written, end)
+        return self.memory[self.used : end]
+
 
 class Results:
     """Buffers of the frames that a worker computes, and the results that it has not reported yet.
@@ -63,19 +71,21 @@ class Results:
         self._done: deque[Done] = deque()
         self._task_id = -1
         self._following = 0
+        self._owner = NOBODY
 
     def resume(self) -> None:
         """Start to measure the time without a CPU, when the worker receives a task after it had none."""
         self._cpu_wait_before = self._cpu_wait()
 
-    def begin(self, task_id: int, following: int) -> None:
+    def begin(self, task_id: int, following: int, owner: int = NOBODY) -> None:
         """Start a task.
 
         Args:
             task_id: ID of the task.
             following: Number of tasks of the same group after this one.
+            owner: Owner of the batch (`Task.owner`), the same for all tasks of a group.
         """
-        self._task_id, self._following = task_id, following
+        self._task_id, self._following, self._owner = task_id, following, owner
         self._began = time.monotonic()
         with self._lock:
             group = self._open
@@ -88,17 +98,17 @@ class Results:
             self._is_writing = True
             group = self._open
             if group is not None and group.used + nbytes <= len(group.memory):
-                return group.memory[group.used : group.used + nbytes]
+                return group.place(nbytes)
             self._close()
         # without the lock, because the arena sends messages, for which another thread may wait that calls `take`
         if group is not None and not group.sizes and isinstance(group.buffer, Slot):  # a frame that is replaced
             self._arena.give_back(group.buffer.number)
         self._open = group = _Group(self._allocate(nbytes), self._task_id, self._began)
-        return group.memory[:nbytes]
+        return group.place(nbytes)
 
     def _allocate(self, nbytes: int) -> Slot | NDArray[np.uint8]:
         size = max(nbytes, min(GROUP_BYTES, nbytes * (1 + self._following)))
-        return np.empty(size, np.uint8) if size <= INLINE_BYTES else self._arena.take(size)
+        return np.empty(size, np.uint8) if size <= INLINE_BYTES else self._arena.take(size, self._owner)
 
     def add(self, nbytes: int, report: Report, reached: Sequence[Any] | None) -> None:
         """Complete the current task, whose frame of `nbytes` bytes is in the buffer that `place` returned last."""
@@ -136,6 +146,8 @@ class Results:
         group, self._open = self._open, None
         if group is None or not group.sizes:
             return
+        if isinstance(group.buffer, Slot):
+            group.buffer.clear_after(group.used)
         frames = group.buffer.number if isinstance(group.buffer, Slot) else group.buffer[: group.used].tobytes()
         before, self._cpu_wait_before = self._cpu_wait_before, self._cpu_wait()
         report = GroupReport.of(group.reports, self._cpu_wait_before - before)

@@ -151,7 +151,7 @@ class Worker:
                 self._send(messages.Progress())
                 continue
             CURRENT_TASK.pack_into(self._status, 0, task_id)
-            self._results.begin(task_id, following)
+            self._results.begin(task_id, following, task.owner)
             self._work(task)
             if time.monotonic() - self._reported > REPORT_EVERY:
                 self._report(at_once=False)
@@ -239,20 +239,20 @@ class Worker:
                     self._num_workers, self._arena.free_limit = num_workers, free_limit
                     if self._current is not None:
                         self._set_info(self._current)
-                case messages.FreeSlots(slots):
-                    for slot in slots:
-                        self._arena.give_back(slot)
+                case messages.FreeSlots(slots, owners):
+                    for slot, owner in zip(slots, owners, strict=True):
+                        self._arena.give_back(slot, owner)
 
     def _queue(self, load: messages.Load) -> None:
         """Add the tasks of a group to the queue."""
-        task_id, key, epoch, batch, count, step, indices = load
+        task_id, key, epoch, batch, count, step, owner, indices = load
         spec, length = self._loaders[key]
         for place in range(count):
             listed = indices
             if indices is not None and count > 1:
                 size = frame_size(indices)
                 listed, indices = indices[:size], indices[size:]
-            task = Task(spec, length, BatchId(key, epoch, batch + place * step), listed)
+            task = Task(spec, length, BatchId(key, epoch, batch + place * step), listed, owner)
             self._tasks.append((task_id + place, task, count - place - 1))
 
     def _work(self, task: Task) -> None:

@@ -13,6 +13,7 @@ function figures(server) {
     ["Memory of all processes", `${bytes(server.pss)} (PSS)`],
     ["Responses in transit", bytes(server.memory_sending)],
     ["Memory mapped for large batches", bytes(server.memory_mapped)],
+    ["Memory lent to clients on this machine", bytes(server.memory_lent)],
     ["Event loop lag", duration(server.event_loop_lag) + (late ? ": the server process is overloaded" : ""), late],
     ["Connections", number(server.connections)],
     ["Workers", server.num_workers === 0 ? "none: loads in its own process" : number(server.num_workers)],
