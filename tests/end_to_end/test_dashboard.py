@@ -131,6 +131,7 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
         "Memory of all processes": "1.5 GiB (PSS)",
         "Responses in transit": "12 MiB",
         "Memory mapped for large batches": "640 MiB",
+        "Memory lent to clients on this machine": "77 MiB",
         "Event loop lag": "400 µs",
         "Connections": "12",
         "Workers": "4",

@@ -14,7 +14,7 @@ from teleloader.api.control import Server
 from teleloader.fetch import fetcher
 from teleloader.transport import http
 from teleloader_server import serve
-from tests.conftest import StartServer
+from tests.conftest import StartServer, eventually
 from tests.end_to_end import hosted
 
 TARGET = "tests.end_to_end.hosted:"
@@ -127,6 +127,7 @@ def test_an_idle_connection_that_the_server_closed_is_made_anew(
     dataset = RemoteDataset(server.url, "many", reconnect_timeout=0)
     batches = iter(DataLoader(dataset, 10, prefetch_factor=1, num_workers=1, output="numpy"))
     seen = next(batches).tolist()
+    eventually(lambda: server.stats()["consumers"][0]["batches_sent"] == 2)  # then no request is pending
     for connection in list(http._open):
         connection.shut_down()  # as it looks when the other side has closed it
     seen += [i for _ in range(50) for i in next(batches).tolist()]

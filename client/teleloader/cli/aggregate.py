@@ -16,6 +16,7 @@ MAX_SLOWEST: Final = 5
 """Number of the slowest batches of a dataset, as for a single server."""
 
 _Item = TypeVar("_Item")
+_Number = TypeVar("_Number", int, float)
 
 
 def merged(servers: Sequence[Stats]) -> Stats:
@@ -70,7 +71,7 @@ def _of_servers(servers: Sequence[ServerStats]) -> ServerStats:
         demand=_sum(server.demand for server in servers),
         demand_unmeasured=_sum(server.demand_unmeasured for server in servers),
         saturated=any(saturated) if saturated else None,
-        memory_lent=None if (lent := _sum(server.memory_lent for server in servers)) is None else int(lent),
+        memory_lent=_sum(server.memory_lent for server in servers),
     )
 
 
@@ -119,7 +120,7 @@ def _of_consumers(parts: Sequence[ConsumerStats]) -> ConsumerStats:
         position=max(part.position for part in parts),
         batches_sent=sum(part.batches_sent for part in parts),
         bytes_sent=sum(part.bytes_sent for part in parts),
-        batches_lent=sum(part.batches_lent or 0 for part in parts),
+        batches_lent=_sum(part.batches_lent for part in parts),
         batches_per_second=sum(rates),
         bytes_per_second=sum(part.bytes_per_second for part in parts),
         waiting=max(part.waiting for part in parts),
@@ -146,10 +147,10 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return min(max(values), max(min(values), mean))  # without errors of rounding
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
+def _sum(values: Iterable[_Number | None]) -> _Number | None:
     """Return the sum of the known values; None if there are none."""
     known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    return sum(known[1:], known[0]) if known else None
 
 
 def _names(names: Iterable[str]) -> str:

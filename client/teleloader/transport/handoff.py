@@ -156,7 +156,8 @@ def connect(offer: str | None) -> LoanChannel | None:
     Returns:
         The channel; None if the server is on another machine or in another network namespace, or made no valid offer.
     """
-    parsed = None if offer is None or not sys.platform.startswith("linux") else Offer.parse(offer)
+    is_supported = sys.platform.startswith("linux") and hasattr(socket, "AF_UNIX")
+    parsed = Offer.parse(offer) if offer is not None and is_supported else None
     if parsed is None:
         return None
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
