@@ -667,7 +667,7 @@ def test_a_connection_whose_check_raises_is_aborted(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log contains the cause; limits of other connections still apply."""
-    running = start()
+    running = start(header_timeout=2)  # longer than a pause between connecting and the first request
     with Raw(running.url) as client, Raw(running.url) as other:
         assert client.get("/healthz").status == other.get("/healthz").status == 200
         one, _ = running.connections()
