@@ -20,6 +20,7 @@ from typing import Any, Final
 import psutil
 
 from teleloader import DataLoader, RemoteDataset
+from teleloader_server.workers.lendable import MIN_LENT_BYTES
 from tests.chaos.consumer import Orders
 from tests.chaos.roles import ROLES
 from tests.chaos.schedule import SERVERS
@@ -34,6 +35,10 @@ TARGET: Final = "tests.chaos.dataset"
 FIRST_BATCH_SIZE: Final = 8
 WORKER_DESCRIPTORS: Final = 4
 """Descriptors that a server may hold per worker."""
+SLOT: Final = "/memfd:teleloader (deleted)"
+"""Name of a slot of shared memory among the descriptors and mappings of a process."""
+MAX_SLOTS: Final = int(1.5 * MEMORY_BUDGET) // MIN_LENT_BYTES
+"""Slots with a descriptor that a server without clients may keep, as buffered batches or for reuse."""
 _COUNTED: Final = ("Pss_Anon:", "Pss_Shmem:")
 MARK: Final = "TELELOADER_TESTS_CHAOS"
 """Environment variable of all processes of a run, which identifies those that outlive it."""
@@ -118,6 +123,12 @@ class Host:
         return 0
 
     @property
+    def lent(self) -> int:
+        """Return the bytes of shared memory that count as lent to clients."""
+        found: int = self.server.stats()["server"]["memory_lent"]
+        return found
+
+    @property
     def more_descriptors(self) -> int:
         """Return the number of open descriptors in excess of those at the start and those of the workers."""
         return max(0, self._descriptors() - self.descriptors - WORKERS * WORKER_DESCRIPTORS)
@@ -141,9 +152,13 @@ class Host:
         self.proxy.line = Line(**{name: value for changes in self._trouble for name, value in changes.items()})
 
     def _descriptors(self) -> int:
-        with suppress(psutil.NoSuchProcess):
-            return int(psutil.Process(self.server.pid).num_fds())
-        return 0
+        slots = others = 0
+        for entry in Path("/proc").glob(f"{self.server.pid}/fd/*"):
+            with suppress(FileNotFoundError):  # closed meanwhile
+                is_slot = os.readlink(entry) == SLOT
+                slots += is_slot
+                others += not is_slot
+        return others + max(0, slots - MAX_SLOTS)
 
     def _start(self) -> ServerProcess:
         self.starts += 1
@@ -223,7 +238,7 @@ class Trainer:
 
 
 class Cluster:
-    """Two servers behind proxies and three consumers, used as a context manager.
+    """Two servers behind proxies and four consumers, used as a context manager.
 
     Args:
         folder: For configuration, histories and states.

@@ -112,4 +112,5 @@ ROLES: Final = (
     Role("plan", batch_size=16, step=0.005),
     Role("sampler", batch_size=24, step=0.03, own_order=True),
     Role("rank 1 of 2", batch_size=4, step=0.001, ranks=2, augmented=True),
+    Role("shared memory", batch_size=320, step=0.05),  # 1.3 MB: servers lend batches of at least 1 MiB
 )

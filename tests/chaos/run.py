@@ -57,6 +57,8 @@ class Outcome:
     memory: list[Memory] = field(default_factory=list)
     leftovers: dict[str, int] = field(default_factory=dict)
     """Resources that were not released, by kind: processes, descriptors, files, threads."""
+    borrowers: set[str] = field(default_factory=set)
+    """Names of the consumers that received batches in shared memory."""
     problems: list[str] = field(default_factory=list)
     """Descriptions of the problems."""
     logs: list[str] = field(default_factory=list)
@@ -93,6 +95,8 @@ def run(seed: int, seconds: float | None, epochs: int | None, tell: Tell = lambd
             _check_memory(cluster, watch, outcome)
             outcome.leftovers["server connections"] = _left_of_clients(cluster, lambda host: host.connections)
             outcome.leftovers["server descriptors"] = _left_of_clients(cluster, lambda host: host.more_descriptors)
+            outcome.leftovers["lent bytes"] = _left_of_clients(cluster, lambda host: host.lent)
+            outcome.borrowers = {cluster.trainers[number].name for number in watch.borrowers}
             outcome.logs = ["".join(host.server.log[-LOG_LINES:]) for host in cluster.hosts]
         left = processes_left(mark)
         outcome.problems += [f"is still there after the run: {process}" for process in left]

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Final
 
 SERVERS: Final = 2
-CONSUMERS: Final = 3
+CONSUMERS: Final = 4
 GAPS: Final = (0.1, 1.0)
 """Minimum and maximum time between the starts of two faults, in seconds."""
 MAX_AWAY: Final = 4.0

@@ -26,13 +26,13 @@ def test_seeds_differ() -> None:
 def test_a_known_schedule() -> None:
     """A seed gives the same faults in later versions, so that failures can be reproduced; else this test fails."""
     assert [(fault.at, fault.kind, fault.target, fault.seconds) for fault in plan(1, 3)] == [
-        (0.128, Kind.FORKSERVER_KILL, 0, 0.0),
-        (1.073, Kind.MEMORY, 1, 2.144),
-        (1.553, Kind.STORM, 1, 0.223),
-        (2.047, Kind.CONSUMER_KILL, 1, 0.0),
-        (2.357, Kind.BANDWIDTH, 0, 1.077),
-        (2.87, Kind.GARBAGE, 1, 0.0),
-        (2.99, Kind.CONSUMER_KILL, 2, 0.0),
+        (0.123, Kind.FORKSERVER_KILL, 0, 0.0),
+        (0.841, Kind.MEMORY, 1, 3.907),
+        (1.14, Kind.STORM, 1, 0.55),
+        (1.45, Kind.CONSUMER_KILL, 3, 0.0),
+        (1.747, Kind.BANDWIDTH, 1, 1.649),
+        (2.123, Kind.SERVER_STOP, 0, 3.432),
+        (2.874, Kind.WORKER_STOP, 1, 2.186),
     ]
 
 

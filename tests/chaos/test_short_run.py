@@ -23,6 +23,7 @@ def test_consumers_are_given_what_they_should_whatever_breaks() -> None:
     # a machine under load may not have a server back in time to be broken again
     assert set(outcome.injected | outcome.missed) == set(Kind)
     assert outcome.injected.total() > 2 * outcome.missed.total()
+    assert outcome.borrowers == {"shared memory"}
     for verdict in outcome.verdicts.values():
         assert verdict.epochs
         assert verdict.resumed

@@ -12,7 +12,7 @@ from typing import Final
 
 import psutil
 
-from tests.chaos.cluster import MARK, MEMORY_BUDGET, Cluster, memory_of
+from tests.chaos.cluster import MARK, MEMORY_BUDGET, SLOT, Cluster, memory_of
 
 INTERVAL: Final = 0.5
 SLACK: Final = 32 * 2**20
@@ -39,6 +39,8 @@ class Watch:
         self.client_peaks = [0] * len(cluster.trainers)
         self.hung: dict[str, str] = {}
         """Stack of each consumer that received no batch for too long."""
+        self.borrowers: set[int] = set()
+        """Indices of the consumers that have mapped a slot of a server."""
         self._given = [(0, time.monotonic())] * len(cluster.trainers)
         self._shared_files: set[str] = set()
         self._over = threading.Event()
@@ -69,9 +71,11 @@ class Watch:
                 taken = sum(memory_of(family).values())
                 self.server_peaks[number] = max(self.server_peaks[number], taken)
             for number, trainer in enumerate(self._cluster.trainers):
-                with suppress(psutil.NoSuchProcess):
+                with suppress(psutil.NoSuchProcess, OSError):
                     process = psutil.Process(trainer.process.pid)
                     self._look_for_files([process])
+                    if SLOT in Path(f"/proc/{process.pid}/maps").read_text():
+                        self.borrowers.add(number)
                     self.client_peaks[number] = max(self.client_peaks[number], *memory_of([process]).values(), 0)
                 self._look_for_progress(number)
 
