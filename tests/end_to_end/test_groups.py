@@ -18,16 +18,21 @@ from teleloader_server import serve
 from teleloader_server.dispatch.engine import Engine
 from tests.conftest import eventually
 from tests.end_to_end.hosted import Stream
+from tests.end_to_end.test_websocket import frames, register, send_range, stream
 
 BATCHES = 400
+MEMORY = 2**20
+"""Memory budget of a server in bytes, less than an epoch of rows of `WIDE` numbers."""
+WIDE = 1024
 
 
 class Rows:
     """Dataset of small samples; at some, a worker misbehaves."""
 
-    def __init__(self, *, kills: int = -1, fails: int = -1, hangs: int = -1) -> None:
+    def __init__(self, *, kills: int = -1, fails: int = -1, hangs: int = -1, width: int = 4) -> None:
         context = get_context("fork")
         self._kills, self._fails, self._hangs = kills, fails, hangs
+        self._width = width
         self._killed = context.Event()
         self.hanging = context.Event()
         self.opened = context.Event()
@@ -44,7 +49,7 @@ class Rows:
         if index == self._hangs and not self.opened.is_set():
             self.hanging.set()
             self.opened.wait()
-        return np.full(4, index), index
+        return np.full(self._width, index), index
 
 
 @pytest.fixture
@@ -65,7 +70,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
 def index_of(batch: Any) -> int:
     """Return the index of a batch's only sample, after a check of its content."""
     row, index = batch
-    assert row.tolist() == [[int(index[0])] * 4]
+    assert row.tolist() == [[int(index[0])] * row.shape[1]]
     return int(index[0])
 
 
@@ -78,6 +83,44 @@ def test_a_worker_killed_within_a_group_costs_no_batch(groups: list[list[int]]) 
     """The batches of the group are computed again, each by itself, and arrive once and in order."""
     with serve(Rows(kills=237), num_workers=2) as url:
         assert [index_of(batch) for batch in loader_of(url)] == list(range(BATCHES))
+
+
+def received(url: str, key: str, start: int) -> list[int]:
+    """Request the batches [start, BATCHES) over a WebSocket; return their numbers and check their content."""
+    numbers = []
+    with stream(url, key) as socket:
+        send_range(socket, 0, start, BATCHES)
+        for frame in frames(socket, BATCHES - start):
+            numbers.append(frame.batch_id.batch)
+            assert index_of(frame.content) == numbers[-1]
+    return numbers
+
+
+def test_a_worker_killed_within_a_group_costs_no_batch_of_a_websocket(groups: list[list[int]]) -> None:
+    """The batches arrive once and in order, as over HTTP."""
+    with serve({"rows": Rows(kills=237)}, num_workers=2) as url:
+        assert received(url, register(url, dataset="rows", batch_size=1), 0) == list(range(BATCHES))
+
+
+def test_a_websocket_continues_at_any_batch_of_a_group(groups: list[list[int]]) -> None:
+    """The memory is too small for an epoch, so that the batches are computed in other groups each time."""
+    with serve({"rows": Rows(width=WIDE)}, num_workers=2, memory_budget=MEMORY) as url:
+        key = register(url, dataset="rows", batch_size=1)
+        for start in [0, *range(100, 170, 7)]:
+            assert received(url, key, start) == list(range(start, BATCHES))
+
+
+def test_memory_that_is_full_within_a_group_costs_no_batch(groups: list[list[int]]) -> None:
+    """A consumer that pauses at any batch of a group receives the others once and in order."""
+    with serve(Rows(width=WIDE), num_workers=2, memory_budget=MEMORY) as url:
+        batches = iter(loader_of(url))
+        for k in range(BATCHES):
+            if k % 37 == 0:
+                computed = -1
+                while computed != (computed := sum(map(len, groups))):
+                    time.sleep(0.1)
+            assert index_of(next(batches)) == k
+        assert next(batches, None) is None
 
 
 def test_a_failure_within_a_group_is_raised_in_place_of_its_batch(groups: list[list[int]]) -> None:
