@@ -190,7 +190,7 @@ class _Connection:
         self._wanted = BatchRequest(BatchRanges())
         self.trace: RequestTrace | None = None
         self.first_byte = 0
-        self.is_shared = False
+        self.verified = 0
         self.is_usable = True
 
     def send(self, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import struct
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -56,6 +57,8 @@ _VIEW_SHARE: Final = 64
 in memory."""
 _SMALL_FRAME: Final = 64 * 1024
 """Arrays of frames up to this size, in bytes, are never copied: the copy would cost more than the memory it frees."""
+_LARGE_FRAME: Final = 2**20
+"""Minimum size in bytes of frames that are verified while they arrive; smaller frames stay in the cache anyway."""
 _RUN_BYTES: Final = 256 * 1024
 """Maximum total size of the small frames that are decoded together, and share the memory that an array keeps alive."""
 _COMPARED_BYTES: Final = 2**21
@@ -421,13 +424,47 @@ def open_frame(raw: memoryview, start: int, max_header: int, *, verify: bool = T
     return Envelope(size, values, raw[begin : begin + header_size])
 
 
-def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES, *, verify: bool = True) -> Iterator[Frame]:
+class ArrivingFrame:
+    """Verifier of a large frame at the start of a response, while the frame arrives: it is in the CPU's cache then.
+
+    Args:
+        raw: Buffer for the response.
+    """
+
+    def __init__(self, raw: memoryview) -> None:
+        self._raw = raw
+        self._content = xxhash.xxh3_64()
+        self._hashed = 0
+        self._size = 0
+        self._checksum: int | None = None
+
+    def advance(self, filled: int) -> None:
+        """Hash the bytes that arrived since the last call; `filled` is the number of all bytes that arrived."""
+        if not self._hashed and filled >= PROLOGUE_SIZE:
+            self._hashed = PROLOGUE_SIZE
+            with suppress(ProtocolError):  # the decoder raises it
+                size, _, self._checksum, _ = _read_prologue(self._raw, 0)
+                if self._checksum is not None and _LARGE_FRAME <= size <= len(self._raw):
+                    self._size = size
+        end = min(filled, self._size)
+        if end > self._hashed:
+            self._content.update(self._raw[self._hashed : end])
+            self._hashed = end
+
+    @property
+    def verified(self) -> int:
+        """Size of the frame in bytes if the frame is complete and its checksum matches; else 0."""
+        is_complete = 0 < self._size == self._hashed
+        return self._size if is_complete and self._content.intdigest() == self._checksum else 0
+
+
+def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES, *, verified: int = 0) -> Iterator[Frame]:
     """Decode the consecutive frames in `memory`.
 
     Args:
         memory: Exactly the bytes of the frames.
         max_bytes: Maximum total size of the decompressed arrays of a frame, in bytes.
-        verify: Whether to verify the checksums of frames; False for memory that is shared with the server.
+        verified: Size of the frames at the start of `memory` whose checksums need not be verified.
 
     Raises:
         CorruptFrame: If a checksum does not match.
@@ -445,7 +482,7 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES, *, verify
                 yield frame
             if start == end:
                 return
-        envelope = open_frame(raw, start, max_header, verify=verify)
+        envelope = open_frame(raw, start, max_header, verify=start >= verified)
         frame = _decode(memory.frame(start, envelope.size), envelope, max_bytes)
         yield frame
         # where layouts alternate, the attempts would cost more than they save

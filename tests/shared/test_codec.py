@@ -27,6 +27,7 @@ from teleloader_shared import codec, dtypes, tree
 from teleloader_shared.codec import (
     ALIGNMENT,
     PROLOGUE_SIZE,
+    ArrivingFrame,
     BatchId,
     Bits,
     End,
@@ -1049,3 +1050,48 @@ def test_a_failure_can_always_be_written(index: int) -> None:
     assert content.type == "Error\\ud800"
     assert content.indices == [1, 2**64 - 1, -(2**63)] * 250
     assert content.message.startswith("\\udfff")
+
+
+# --- Frames that arrive in pieces -----------------------------------------------------------------------------------
+
+LARGE = to_bytes(BATCH_ID, np.arange(2**20 + 5).astype(np.uint8))
+
+
+def verified_on_arrival(body: bytes, ends: list[int]) -> int:
+    """Return the size that is verified after the bytes up to each of `ends`, and then all others, have arrived."""
+    buffer = bytearray(len(body))
+    arriving = ArrivingFrame(memoryview(buffer))
+    filled = 0
+    for end in [*sorted(ends), len(body)]:
+        buffer[filled:end] = body[filled:end]
+        arriving.advance(end)
+        filled = end
+    return arriving.verified
+
+
+pieces = st.lists(st.integers(0, len(LARGE)) | st.integers(0, 100), max_size=5)
+
+
+@given(ends=pieces, rest=st.integers(0, 100))
+def test_a_large_frame_is_verified_in_any_pieces(ends: list[int], rest: int) -> None:
+    """The first frame of a response is verified, in whatever pieces it arrives and whatever follows it."""
+    assert verified_on_arrival(LARGE + bytes(rest), ends) == len(LARGE)
+
+
+@given(ends=pieces, at=st.integers(0, len(LARGE) - 1) | st.integers(0, 200), change=st.integers(1, 255))
+def test_a_damaged_large_frame_is_not_verified(ends: list[int], at: int, change: int) -> None:
+    """A damaged frame is left to the decoder, which reports it."""
+    damaged = bytearray(LARGE)
+    damaged[at] ^= change
+    verified = verified_on_arrival(bytes(damaged), ends)
+    with pytest.raises((ProtocolError, CorruptFrame)):
+        list(read_all(KeptMemory(np.frombuffer(damaged, np.uint8)), verified=verified))
+
+
+@pytest.mark.parametrize("body", [
+    to_bytes(BATCH_ID, np.zeros(100, np.uint8)), LARGE[:-64], LARGE[:40], bytes(2**20),
+    to_bytes(BATCH_ID, np.zeros(2**20, np.uint8), checksum=False),
+], ids=["small", "truncated", "beginning", "no frame", "no checksum"])  # fmt: skip
+def test_other_responses_are_not_verified_on_arrival(body: bytes) -> None:
+    """The decoder verifies small frames, and reports responses that are incomplete or invalid."""
+    assert verified_on_arrival(body, []) == 0

@@ -283,7 +283,7 @@ class Fetcher:
                 continue
             began = time.perf_counter()
             last_byte = time.time_ns()
-            frames, nbytes = self._decode(memory, wanted, verify=not connection.is_shared), len(memory.data)
+            frames, nbytes = self._decode(memory, wanted, connection.verified), len(memory.data)
             if self._shards is not None:
                 self._shards.add(frames, memory.data)
             del memory  # a waiting thread must not keep a batch in memory
@@ -370,12 +370,12 @@ class Fetcher:
                 self._servers[0].touch(self._options.key)
             self._last_request, self._has_received = time.monotonic(), True
 
-    def _decode(self, memory: Memory, wanted: BatchRequest, *, verify: bool) -> list[Frame]:
+    def _decode(self, memory: Memory, wanted: BatchRequest, verified: int) -> list[Frame]:
         """Decode a response, which must consist of the first requested batches."""
         frames = []
         key, epoch = self._options.key, self._options.epoch
         try:
-            read = codec.read_all(memory, self._options.max_batch_bytes, verify=verify)
+            read = codec.read_all(memory, self._options.max_batch_bytes, verified=verified)
             for frame, number in zip(read, chain(wanted.batches, [None]), strict=False):
                 if number is None:
                     raise CorruptFrame(f"received more than the {len(wanted.batches)} requested batches")

@@ -24,7 +24,7 @@ from teleloader.transport.interface import BatchServer, SilentConnection, Transp
 from teleloader.transport.request import BatchRequest
 from teleloader.transport.tls import TlsSocket
 from teleloader.transport.tracing import RequestTrace
-from teleloader_shared.codec import Memory
+from teleloader_shared.codec import ArrivingFrame, Memory
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.handoff import LOAN_MEDIA_TYPE
@@ -175,7 +175,7 @@ class HttpConnection:
         self._path = parts.path + path
         self.trace: RequestTrace | None = None
         self.first_byte = 0
-        self.is_shared = False
+        self.verified = 0
         self._sent_token: str | None = None
         """Token that the last request carried."""
         self._consumer = consumer
@@ -257,17 +257,21 @@ class HttpConnection:
                     "bytes. If batches are larger, increase max_batch_bytes of the DataLoader"
                 )
             self._arriving.allow(size)
-            self.is_shared = self._channel is not None and response.getheader("Content-Type") == LOAN_MEDIA_TYPE
-            if self._channel is not None and self.is_shared:
-                return self._channel.receive(response.read(MAX_LOAN_BYTES), buffers, max_bytes)
+            if self._channel is not None and response.getheader("Content-Type") == LOAN_MEDIA_TYPE:
+                memory = self._channel.receive(response.read(MAX_LOAN_BYTES), buffers, max_bytes)
+                self.verified = len(memory.data)
+                return memory
             memory = buffers.take(size, batches)
             view = memoryview(memory.data.data)
+            arriving = ArrivingFrame(view)
             filled = 0
             while filled < size:
                 got = response.readinto(view[filled:])
                 if not got:
                     raise TransportError(f"the response is truncated: expected {size:,} bytes, got {filled:,}")
                 filled += got
+                arriving.advance(filled)
+            self.verified = arriving.verified
             return memory
 
     def _response(self, *args: Any, **options: Any) -> http.client.HTTPResponse:

@@ -30,8 +30,9 @@ class Connection(Protocol):
     first_byte: int
     """Arrival time of the first byte of the last response, as ``time.time_ns()``."""
 
-    is_shared: bool
-    """True if `receive` last returned memory that is shared with the server, and was not transmitted."""
+    verified: int
+    """Size of the frames at the start of the last response whose checksums need not be verified: they were verified
+    while they arrived, or they are in shared memory and were not transmitted."""
 
     @property
     def is_usable(self) -> bool:
