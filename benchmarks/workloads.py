@@ -64,7 +64,8 @@ class WholeBatches(Table):
 
     def __getbatch__(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return the batch without computing single samples."""
-        return self._rows.take(indices, axis=0, mode="wrap"), self._labels.take(indices, mode="wrap")
+        rows = indices % self.ROWS
+        return self._rows[rows], self._labels[rows]
 
 
 class Ragged:

@@ -39,7 +39,9 @@ MAX_WORKERS: Final = 1024
 MIN_BATCH_RATE: Final = 1e-6
 MAX_BATCH_RATE: Final = 1e9
 """Limits of the batches/s that a server reports; other values count as unknown."""
-MAX_AHEAD: Final = 256
+RESPONSES_AHEAD: Final = 4
+"""Number of responses for which a server computes batches beyond the requested ones, so that its workers stay busy."""
+MAX_AHEAD: Final = 1024
 """Maximum number of batches that a server computes beyond the requested ones."""
 
 HEDGE_QUANTILE: Final = 0.95
@@ -287,8 +289,9 @@ class RangeScheduler:
             return max(0, self.taken + self.window - self._requested)
         if not self.adaptive or self._joining:
             return 0
-        # as many as the next response can carry, so that the workers stay busy until the next request arrives
-        return max(min(self._batches_together, self.window, MAX_AHEAD), self._servers[server].num_workers)
+        small = RESPONSES_AHEAD * (self._batches_together - 1)  # 0 if a response carries one batch, which may be large
+        most = min(small, self.window, MAX_AHEAD)
+        return max(most, self._servers[server].num_workers)
 
     def _missing(self, wanted: BatchRequest) -> BatchRequest | None:
         """Return a request without its first batches that have arrived, or None if all have."""

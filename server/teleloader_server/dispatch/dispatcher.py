@@ -50,7 +50,7 @@ from teleloader_shared.spec import MAX_EPOCH
 
 MAX_ATTEMPTS: Final = 3
 """Number of worker exits that a batch may cause before it is replaced by an error."""
-MAX_REQUESTED: Final = 256
+MAX_REQUESTED: Final = 1024
 """Maximum number of a request's batches that are computed ahead of the batch for which the client waits."""
 MAX_BEHIND: Final = 4096
 """Maximum number of batches sent to a consumer beyond its position; above it, the position moves past these batches."""

@@ -14,7 +14,7 @@ from teleloader_shared.codec import MAX_INDICES, BatchId, FrameWriter
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 
-GROUP_BYTES: Final = 256 * 1024
+GROUP_BYTES: Final = 2**20
 """Maximum size of a group, that is, of successive small batches that a worker computes and reports together."""
 GROUP_SECONDS: Final = 0.005
 """Computing time in seconds after which a group ends, because its first batch waits for the last one."""

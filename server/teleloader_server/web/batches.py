@@ -55,8 +55,8 @@ from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from teleloader_shared.tracing import TRACE_HEADER
 
-WRITE_BYTES: Final = 512 * 1024
-"""Approximate size of the writes into which small frames are joined: a write costs more than copying the bytes."""
+WRITE_BYTES: Final = 128 * 1024
+"""Size of frames that are written alone. Smaller frames are joined: a write costs more than copying their bytes."""
 COPIED_BYTES: Final = 2**20
 """Maximum size of a write that is copied: by TLS, by asyncio's event loop, and by uvicorn to prefix a chunk's size."""
 
