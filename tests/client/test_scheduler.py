@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from teleloader.fetch.scheduler import (
     COVERED_BYTES,
     HEDGE_UNKNOWN,
+    MAX_AHEAD,
     MAX_WINDOW,
+    RESPONSES_AHEAD,
     RangeScheduler,
 )
 from teleloader.transport.request import BatchRequest
@@ -106,6 +108,30 @@ def test_a_fast_loop_is_given_more() -> None:
     scheduler = RangeScheduler(0, 10**6, prefetch_factor=2)
     fast_loop(scheduler)
     assert scheduler.window == 500
+
+
+@pytest.mark.parametrize(
+    ("batch_bytes", "ahead"),
+    [(2048, MAX_AHEAD), (READY_BYTES // 8, RESPONSES_AHEAD * 7), (READY_BYTES // 2 + 1, 3), (READY_BYTES, 3)],
+)
+def test_small_batches_are_computed_several_responses_ahead(batch_bytes: int, ahead: int) -> None:
+    """Workers stay busy while responses and requests travel; of batches that travel alone, each worker has one."""
+    scheduler = RangeScheduler(0, 10**6, prefetch_factor=2, num_workers=3)
+    scheduler.next_request()
+    scheduler.arrived(1, batch_bytes)
+    scheduler.paced(0.0)
+    scheduler.taken = 2000
+    scheduler.paced(0.1)
+    assert ranges(scheduler)[0].ahead == min(ahead, scheduler.window)
+
+
+def test_a_slow_loop_has_at_most_its_prefetch_window_computed_ahead() -> None:
+    """It does not fill the server's memory, however small its batches are."""
+    scheduler = RangeScheduler(0, 10**6, prefetch_factor=2, num_workers=3)
+    scheduler.next_request()
+    scheduler.arrived(1, 4096)
+    scheduler.taken = 1
+    assert ranges(scheduler)[0].ahead == scheduler.window == 6
 
 
 def test_a_fast_loop_of_large_batches_is_not_given_all_memory() -> None:
