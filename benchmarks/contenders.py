@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import floor
 from benchmarks.measuring import Contender, Indices
 from benchmarks.parts import Setting
-from benchmarks.peers import PEERS
+from benchmarks.peers import taking_part
 from benchmarks.processes import Hosting, cpu_seconds
 from benchmarks.workloads import EPOCH_BATCHES, SMALL, WIRE, Workload
 
@@ -227,7 +227,7 @@ def contenders(workload: Workload, setting: Setting) -> list[Contender]:
                 InProcess(workload),
                 Served(workload),
             ]
-    found += [PEERS[name](workload) for name in setting.peers]
+    found += taking_part(setting.peers, workload)
     if has_torch():
         found.append(TorchLocal(workload))
         if workload is SMALL:  # with large batches, the cost of the sampling order is not measurable

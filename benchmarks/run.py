@@ -113,11 +113,11 @@ def _run(options: argparse.Namespace, chosen: Sequence[Part]) -> int:
     if not has_torch():
         console.print("torch is not installed: torch's local DataLoader is left out\n")
     for name in options.peers:
-        if (module := missing(name)) is not None:
-            console.print(f"{module} is not installed: {name} is left out (pip install --group peers)\n")
+        if modules := missing(name):
+            console.print(f"{', '.join(modules)} not installed: {name} is left out (pip install --group peers)\n")
     if options.server is not None:
         console.print(f"the servers' side is {options.server}: there is no floor, which is loopback's\n")
-    peers = [name for name in options.peers if missing(name) is None]
+    peers = [name for name in options.peers if not missing(name)]
     results: dict[str, Any] = {}
     tables: list[RenderableType] = []
     figures: dict[str, Spread] = {}

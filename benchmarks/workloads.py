@@ -30,14 +30,14 @@ class InMemory:
     """Dataset in memory of any length; sample i is row ``i % len(rows)``."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, length: int) -> None:
-        self._rows = _rows(shape, dtype)
+        self.rows = _rows(shape, dtype)
         self._length = length
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> NDArray[Any]:
-        sample: NDArray[Any] = self._rows[index % len(self._rows)]
+        sample: NDArray[Any] = self.rows[index % len(self.rows)]
         return sample
 
 
@@ -47,8 +47,8 @@ class Table:
     ROWS: Final = 10**6
 
     def __init__(self, length: int) -> None:
-        self._rows = _rows((self.ROWS, 32), "float32")
-        self._labels = np.arange(self.ROWS) % 1000
+        self.rows = _rows((self.ROWS, 32), "float32")
+        self.labels = np.arange(self.ROWS) % 1000
         self._length = length
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class Table:
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.float32], np.int64]:
         index %= self.ROWS
-        return self._rows[index], self._labels[index]
+        return self.rows[index], self.labels[index]
 
 
 class WholeBatches(Table):
@@ -65,7 +65,7 @@ class WholeBatches(Table):
     def __getbatch__(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return the batch without computing single samples."""
         rows = indices % self.ROWS
-        return self._rows[rows], self._labels[rows]
+        return self.rows[rows], self.labels[rows]
 
 
 class Ragged:
@@ -93,7 +93,7 @@ class Photographs:
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._files = self._drawn()
+        self.files = self._drawn()
 
     @classmethod
     @cache
@@ -119,7 +119,7 @@ class Photographs:
         width, height = self.SIZE
         size = int(generator.integers(160, height))
         left, top = int(generator.integers(0, width - size)), int(generator.integers(0, height - size))
-        return self._decoded(self._files[index % self.FILES], left, top, size).transpose(2, 0, 1)
+        return self._decoded(self.files[index % self.FILES], left, top, size).transpose(2, 0, 1)
 
     @staticmethod
     def _decoded(file: bytes, left: int, top: int, size: int) -> NDArray[np.uint8]:

@@ -1,29 +1,23 @@
-"""Peers: other ways to load batches from another process, each configured as its documentation advises.
+"""Apache Arrow Flight.
 
-All peers run the same datasets and collate functions. Their batches are NumPy arrays without a copy on the client.
-
-- ``flight``: Apache Arrow Flight. Each worker is a Flight server that streams record batches; a record batch has the
-  bytes of a batch in one column, collated directly into Arrow's memory, and their shapes as metadata. The client reads
-  from the servers in turn.
-
-``python -m benchmarks.peers WORKLOAD NUMBER PRODUCERS`` runs a Flight server and prints its port.
+Each worker is a Flight server that streams record batches; a record batch has the bytes of a batch in one column,
+collated directly into Arrow's memory, and their shapes as metadata. The client reads from the servers in turn.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from benchmarks.measuring import Contender, Indices
+from benchmarks.measuring import Indices
 from benchmarks.processes import ROOT, end
 from benchmarks.workloads import WORKLOADS, Arrays, Workload
 
@@ -33,7 +27,8 @@ class Flight:
 
     name = "Flight"
     beside = None
-    module = "pyarrow"
+    requires = ("pyarrow",)
+    workloads = tuple(WORKLOADS)
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -47,7 +42,8 @@ class Flight:
         with ExitStack() as stack:
             readers = []
             for number in range(producers):
-                command = [sys.executable, "-m", "benchmarks.peers", self._workload.name, str(number), str(producers)]
+                arguments = ["flight", self._workload.name, str(number), str(producers)]
+                command = [sys.executable, "-m", "benchmarks.peers", *arguments]
                 server = subprocess.Popen(
                     command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
                 )
@@ -75,15 +71,17 @@ def _arrays(chunk: Any) -> Arrays:
     return found
 
 
-def _serve(workload: Workload, number: int, producers: int) -> None:
+def serve(name: str, number: str, producers: str) -> None:
+    """Stream every batch of a workload that one of the producers computes; print the port."""
     import pyarrow as pa
     from pyarrow import flight
 
+    workload = WORKLOADS[name]
     schema = pa.schema([("data", pa.uint8())])
 
     def batches() -> Iterator[Any]:
         dataset = workload.dataset()
-        for indices in islice(workload.batches(), number, None, producers):
+        for indices in islice(workload.batches(), int(number), None, int(producers)):
             columns = workload.columns(dataset, indices)
             layout = [((len(column), *column[0].shape), column[0].dtype) for column in columns]
             sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in layout]
@@ -107,16 +105,3 @@ def _serve(workload: Workload, number: int, producers: int) -> None:
     server = Server("grpc://127.0.0.1:0")
     print(server.port, flush=True)
     server.serve()
-
-
-PEERS: Final[dict[str, Callable[[Workload], Contender]]] = {"flight": Flight}
-
-
-def missing(name: str) -> str | None:
-    """Return the module that a peer needs and that is not installed; None if it can run."""
-    module: str = getattr(PEERS[name], "module")  # noqa: B009 - the values are classes
-    return module if importlib.util.find_spec(module) is None else None
-
-
-if __name__ == "__main__":
-    _serve(WORKLOADS[sys.argv[1]], *map(int, sys.argv[2:]))
