@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import attrgetter
-from typing import Final
+from typing import Final, overload
 
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.spec import MAX_EPOCH
@@ -105,9 +105,17 @@ class BatchRanges:
             ranges[end] = range(max(start, ranges[end].start), min(stop, ranges[end].stop))
         return BatchRanges(*filter(None, ranges))
 
-    def __getitem__(self, place: int) -> int:
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
         if self._only is not None:
             return self._only[place]
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
         number = bisect_right(self._counts, place)
         return self.ranges[number][place - self._counts[number]]
 

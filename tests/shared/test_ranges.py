@@ -25,6 +25,12 @@ def test_a_request_is_the_sequence_of_its_numbers(numbers: list[int]) -> None:
         assert (batches.start, batches.stop) == (numbers[0], numbers[-1] + 1)
 
 
+@given(numbers, st.slices(61))
+def test_a_slice_of_a_request_has_the_numbers_at_its_places(numbers: list[int], places: slice) -> None:
+    """A slice of a request is the same as that of its sequence of numbers."""
+    assert list(BatchRanges.of(numbers)[places]) == numbers[places]
+
+
 @given(numbers.filter(bool))
 def test_the_text_of_a_request_has_one_form(numbers: list[int]) -> None:
     """Equal batch numbers have the same text, in which adjacent ranges are joined."""

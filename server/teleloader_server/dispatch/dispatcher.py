@@ -142,11 +142,12 @@ class Dispatcher:
         """Record that a request's next `count` batches were sent."""
         consumer = pending.consumer
         consumer.last_seen = now
-        position, numbers = consumer.position, []
-        for _ in range(count):
-            numbers.append(pending.next)
-            pending.advance()
-        consumer.sent_beyond.update(k for k in numbers if k >= position)
+        position, numbers = consumer.position, pending.advance(count)
+        for k in numbers:
+            if k == position:
+                position += 1
+            elif k > position:
+                consumer.sent_beyond.add(k)
         while position in consumer.sent_beyond:
             consumer.sent_beyond.remove(position)
             position += 1
@@ -367,9 +368,9 @@ class Dispatcher:
             consumer.candidate = None
             if not consumer.requests:
                 self.store.active.pop(consumer, None)
-        elif consumer.candidate is None or consumer.candidate.rank != found[0].value:
+        elif consumer.candidate is None or consumer.candidate.urgency is not found[0]:
             principal_share = consumer.principal_share
-            consumer.candidate = Candidate(found[0].value, consumer.served, next(self._tickets), consumer)
+            consumer.candidate = Candidate(found[0], consumer.served, next(self._tickets), consumer)
             heapq.heappush(principal_share.queue, consumer.candidate)
             if len(principal_share.queue) > 2 * len(principal_share.quota.consumers) + 16:
                 principal_share.queue = [each for each in principal_share.queue if each is each.consumer.candidate]
@@ -386,7 +387,7 @@ class Dispatcher:
             consumer = first.consumer
             if first is consumer.candidate:
                 found = self._next(consumer)
-                if found is not None and first.rank == found[0].value and first.served == consumer.served:
+                if found is not None and first.urgency is found[0] and first.served == consumer.served:
                     return first, *found
                 consumer.candidate = None
                 heapq.heappop(queue)
@@ -455,8 +456,8 @@ class Dispatcher:
                 requested = missing
         if requested is not None:
             return Urgency.REQUESTED, requested
-        k = consumer.ahead_cursor
-        while k < consumer.ahead_stop and (k in batches or consumer.distance(k) is None):
+        k = consumer.ahead_cursor  # after the end of all requests
+        while k < consumer.ahead_stop and (k in batches or not consumer.lacks(k)):
             k += 1
         consumer.ahead_cursor = k
         return (Urgency.PREFETCHED, k) if k < consumer.ahead_stop else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -26,7 +26,7 @@ Epoch = tuple[str, int]
 """Epoch of a loader: (loader key, epoch number)."""
 
 
-class Urgency(enum.Enum):
+class Urgency(enum.IntEnum):
     """Urgency of a batch for a consumer, most urgent first."""
 
     WAITING = enum.auto()
@@ -135,11 +135,13 @@ class PendingRequest:
         """Set the first batch."""
         self.next, self.stop = self.batches.start, self.batches.stop
 
-    def advance(self) -> None:
-        """Record that the batch `next` was sent."""
-        self.sent += 1
+    def advance(self, count: int) -> Sequence[int]:
+        """Record that the next `count` batches were sent, and return their numbers."""
+        numbers = self.batches[self.sent : self.sent + count]
+        self.sent += count
         self.started = max(self.started, self.sent)
         self.next = self.batches[self.sent] if self.sent < len(self.batches) else self.stop
+        return numbers
 
     def unsent(self) -> Iterator[int]:
         """Iterate over the batches that were not sent, in order."""
@@ -202,7 +204,7 @@ class PrincipalShare:
         until all others have been served as much as one of them.
         """
         first = self.queue[0] if self.queue else None
-        return self.level if first is None or first.rank != Urgency.WAITING.value else first.served
+        return self.level if first is None or first.urgency is not Urgency.WAITING else first.served
 
 
 @dataclass(slots=True, eq=False)
@@ -248,9 +250,11 @@ class Consumer:
         """Return the number of batches that the consumer needs before batch k, or None if it does not want batch k."""
         # a request may start before the position, if another connection of the consumer requested the same batches
         found = min((d for pending in self.requests if (d := pending.distance(k)) is not None), default=None)
-        if found is None and k >= self.position and k not in self.sent_beyond:
-            found = k - self.position
-        return found
+        return k - self.position if found is None and self.lacks(k) else found
+
+    def lacks(self, k: int) -> bool:
+        """Return True if batch k was not sent to the consumer, and the consumer has not moved past it."""
+        return k >= self.position and k not in self.sent_beyond
 
     def startable_until(self, k: int, limit: int) -> int:
         """Return the number after the last batch that may be started together with batch k, which is not started yet.
@@ -270,9 +274,12 @@ class Consumer:
 
     def wants(self, k: int) -> bool:
         """Return True if the consumer has requested batch k, or will request it later."""
-        if k >= self.position and k not in self.sent_beyond:
+        if self.lacks(k):
             return True
-        return any(pending.next <= k and pending.distance(k) is not None for pending in self.requests)
+        for pending in self.requests:  # noqa: SIM110 - a generator takes longer than one item
+            if pending.next <= k and pending.distance(k) is not None:
+                return True
+        return False
 
 
 def training_loop(consumer: str) -> str:
@@ -283,8 +290,8 @@ def training_loop(consumer: str) -> str:
 class Candidate(NamedTuple):
     """Consumer in the queue of its principal, in the order of the first three fields."""
 
-    rank: int
-    """Value of the `Urgency` of the consumer's most urgent batch that was not started."""
+    urgency: Urgency
+    """Urgency of the consumer's most urgent batch that was not started."""
     served: float
     """Value of `Consumer.served` when the entry was queued."""
     ticket: int
@@ -312,4 +319,7 @@ class EpochState:
 
     def wants(self, k: int) -> bool:
         """Return True if at least one consumer wants batch k."""
-        return any(consumer.wants(k) for consumer in self.consumers)
+        for consumer in self.consumers:  # noqa: SIM110 - a generator takes longer than one item
+            if consumer.wants(k):
+                return True
+        return False
