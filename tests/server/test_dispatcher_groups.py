@@ -206,6 +206,39 @@ def test_a_new_consumer_waits_for_at_most_one_group_of_each_other_consumer() -> 
     assert len(service.groups) <= len(others)
 
 
+def test_a_single_batch_does_not_wait_for_a_group_of_each_other_consumer() -> None:
+    """Of consumers that were served equally, the one whose group is the shortest goes first."""
+    service = Service()
+    service.warm_up(TRAIN, nbytes=TINY, seconds=BRIEF)
+    greedy = [service.request(f"c{number}", ("train", number), 0, 100_000) for number in range(20)]
+    for _ in range(30):
+        service.decide()
+        service.finish_all(TINY, BRIEF)
+        for request in greedy:
+            service.send_ready(request)
+    service.groups.clear()
+    service.request("modest", OTHER, 0, 1)
+    service.decide()
+    assert service.groups[0] == [0]
+
+
+def test_requests_for_single_batches_give_no_larger_share() -> None:
+    """A consumer that requests its batches one by one is served as much as one that requests many at once."""
+    service = Service()
+    service.warm_up(TRAIN, nbytes=TINY, seconds=BRIEF)
+    many = service.request("many", TRAIN, 0, 100_000)
+    one, singles = service.request("singles", OTHER, 0, 1), 0
+    for _ in range(2000):
+        service.decide()
+        service.finish(0, TINY, BRIEF)
+        service.send_ready(many)
+        if service.send_ready(one):
+            service.dispatcher.close(one)
+            singles += 1
+            one = service.request("singles", OTHER, singles, singles + 1)
+    assert singles <= 1000
+
+
 def test_prefetched_groups_stay_within_the_window() -> None:
     """A batch beyond the window that was already sent does not extend it."""
     service = Service()

@@ -11,7 +11,9 @@ Rules:
    of clients.
 3. Of a principal's batches, a batch for which a client waits goes before other requested batches, and these go before
    prefetched batches (`Urgency`).
-4. Within an urgency, the consumer with the least served time goes first, so that no consumer can slow others.
+4. Within an urgency, the consumer with the least served time goes first, so that no consumer can slow others. If
+   its batches are small, the time of its next group counts, too: a consumer that needs a single batch does not wait
+   until all others had a whole group.
 5. When memory is full, a batch for which no client waits is not started, unless `Store` evicts others for it.
 6. Small batches are started in groups of successive batches of one consumer, for one worker: up to `GROUP_BYTES` and
    `GROUP_SECONDS`, because a message and a decision cost more than a small batch.
@@ -370,11 +372,21 @@ class Dispatcher:
                 self.store.active.pop(consumer, None)
         elif consumer.candidate is None or consumer.candidate.urgency is not found[0]:
             principal_share = consumer.principal_share
-            consumer.candidate = Candidate(found[0], consumer.served, next(self._tickets), consumer)
+            consumer.candidate = Candidate(
+                found[0], self._due(consumer, found[1]), next(self._tickets), consumer.served, consumer
+            )
             heapq.heappush(principal_share.queue, consumer.candidate)
             if len(principal_share.queue) > 2 * len(principal_share.quota.consumers) + 16:
                 principal_share.queue = [each for each in principal_share.queue if each is each.consumer.candidate]
                 heapq.heapify(principal_share.queue)
+
+    def _due(self, consumer: Consumer, k: int) -> float:
+        """Return `Candidate.due` of a consumer whose most urgent batch is k."""
+        most = _group_limit(consumer.loader)
+        if most < 2:
+            return consumer.served
+        count = min(most, consumer.startable_until(k, MAX_REQUESTED) - k)
+        return consumer.served + (count - 1) * (consumer.loader.batch_seconds or 0.0)
 
     def _first_candidate(self, principal_share: PrincipalShare) -> tuple[Candidate, Urgency, int] | None:
         """Return the first entry of a principal's queue with its batch, after outdated entries were replaced.
@@ -424,10 +436,8 @@ class Dispatcher:
         """Return the numbers of the batches to start together: a batch and, if they are small, batches after it."""
         k, loader, step = batch_id.batch, consumer.loader, self._in_turn or 1
         alone = range(k, k + 1)
-        if not loader.batch_seconds or not loader.batch_nbytes or batch_id in self.store.deaths:
-            return alone
-        by_size = min(GROUP_SECONDS / loader.batch_seconds, GROUP_BYTES / loader.batch_nbytes)
-        if by_size < 2:
+        by_size = _group_limit(loader)
+        if not loader.batch_seconds or by_size < 2 or batch_id in self.store.deaths:
             return alone
         health = self._loads.workers[worker]
         room = MAX_QUEUE if self._in_turn else _most_queued(loader.batch_seconds) + 1
@@ -541,6 +551,13 @@ class Dispatcher:
         current = [next(iter(health.tasks.values())) for health in workers if health.tasks]
         busy = [self.store.batch(task.batch_id).consumer for task in current]
         return sum(map(is_mine, busy)) + 1 >= max(2, len(workers))
+
+
+def _group_limit(loader: Loader) -> float:
+    """Return how many batches of a loader one group may have; less than 2 if each batch is a group."""
+    if not loader.batch_seconds or not loader.batch_nbytes:
+        return 1
+    return min(GROUP_SECONDS / loader.batch_seconds, GROUP_BYTES / loader.batch_nbytes)
 
 
 def _most_queued(seconds: float | None) -> int:

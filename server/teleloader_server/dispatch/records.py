@@ -292,10 +292,12 @@ class Candidate(NamedTuple):
 
     urgency: Urgency
     """Urgency of the consumer's most urgent batch that was not started."""
-    served: float
-    """Value of `Consumer.served` when the entry was queued."""
+    due: float
+    """Value of `Consumer.served` after all batches of the consumer's next group but one."""
     ticket: int
     """Number of the entry: if all else is equal, the entries are in the order of events."""
+    served: float
+    """Value of `Consumer.served` when the entry was queued."""
     consumer: Consumer
 
 
