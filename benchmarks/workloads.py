@@ -115,11 +115,15 @@ class Photographs:
         return self._length
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        return self.sample(self.files[index % self.FILES], index)
+
+    def sample(self, file: bytes, index: int) -> NDArray[np.uint8]:
+        """Return the sample of an index, whose file is given."""
         generator = np.random.default_rng(index)
         width, height = self.SIZE
         size = int(generator.integers(160, height))
         left, top = int(generator.integers(0, width - size)), int(generator.integers(0, height - size))
-        return self._decoded(self.files[index % self.FILES], left, top, size).transpose(2, 0, 1)
+        return self._decoded(file, left, top, size).transpose(2, 0, 1)
 
     @staticmethod
     def _decoded(file: bytes, left: int, top: int, size: int) -> NDArray[np.uint8]:

@@ -1,6 +1,6 @@
 """Peers: other ways to load batches from another process, each configured as its documentation advises.
 
-Their batches are NumPy arrays without a copy on the client.
+Their batches are NumPy arrays, or torch tensors with WebDataset, without a copy on the client.
 """
 
 from __future__ import annotations
@@ -11,10 +11,17 @@ from typing import Final
 
 from benchmarks.measuring import Contender
 from benchmarks.peers.flight import Flight
+from benchmarks.peers.grain import Grain
 from benchmarks.peers.tf_data import TfData
+from benchmarks.peers.webdataset import WebDataset
 from benchmarks.workloads import Workload
 
-PEERS: Final[dict[str, type[Flight] | type[TfData]]] = {"flight": Flight, "tf_data": TfData}
+PEERS: Final[dict[str, type[Flight] | type[TfData] | type[Grain] | type[WebDataset]]] = {
+    "flight": Flight,
+    "tf_data": TfData,
+    "grain": Grain,
+    "webdataset": WebDataset,
+}
 
 
 def missing(name: str) -> list[str]:
