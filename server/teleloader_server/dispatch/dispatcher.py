@@ -12,8 +12,8 @@ Rules:
 3. Of a principal's batches, a batch for which a client waits goes before other requested batches, and these go before
    prefetched batches (`Urgency`).
 4. Within an urgency, the consumer with the least served time goes first, so that no consumer can slow others. If
-   its batches are small, the time of its next group counts, too: a consumer that needs a single batch does not wait
-   until all others had a whole group.
+   its batches are small, the time of its next group counts, too: of consumers that were served equally, the one that
+   needs fewer batches goes first.
 5. When memory is full, a batch for which no client waits is not started, unless `Store` evicts others for it.
 6. Small batches are started in groups of successive batches of one consumer, for one worker: up to `GROUP_BYTES` and
    `GROUP_SECONDS`, because a message and a decision cost more than a small batch.
