@@ -47,7 +47,7 @@ class WebDataset:
         if self._folder is None:
             self._folder = TemporaryDirectory(prefix="benchmarks-")
             for worker in range(self._workload.num_workers):
-                self._write(webdataset, worker)
+                self._write(webdataset.TarWriter(str(Path(self._folder.name, f"{worker:02}.tar"))), worker)
         shards = sorted(map(str, Path(self._folder.name).iterdir()))
         samples = webdataset.WebDataset(shards, shardshuffle=False)
         if isinstance(self._workload.dataset(), Photographs):
@@ -58,10 +58,10 @@ class WebDataset:
         batches = samples.batched(self._workload.batch_size, collation_fn=collate, partial=False).repeat()
         yield iter(webdataset.WebLoader(batches, batch_size=None, num_workers=self._workload.num_workers))
 
-    def _write(self, webdataset: Any, worker: int) -> None:
-        workload, folder = self._workload, "" if self._folder is None else self._folder.name
+    def _write(self, writer: Any, worker: int) -> None:
+        workload = self._workload
         dataset, size, samples, batches = workload.dataset(), 0, 0, 0
-        with webdataset.TarWriter(str(Path(folder, f"{worker:02}.tar"))) as file:
+        with writer as file:
             for indices in islice(workload.batches(), worker, None, workload.num_workers):
                 if batches >= VERIFIED and (size >= SHARD_SIZE or samples >= SHARD_SAMPLES):
                     return

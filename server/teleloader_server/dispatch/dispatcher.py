@@ -437,7 +437,7 @@ class Dispatcher:
         k, loader, step = batch_id.batch, consumer.loader, self._in_turn or 1
         alone = range(k, k + 1)
         by_size = _group_limit(loader)
-        if not loader.batch_seconds or by_size < 2 or batch_id in self.store.deaths:
+        if by_size < 2 or batch_id in self.store.deaths:
             return alone
         health = self._loads.workers[worker]
         room = MAX_QUEUE if self._in_turn else _most_queued(loader.batch_seconds) + 1
