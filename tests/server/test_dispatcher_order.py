@@ -15,6 +15,7 @@ from tests.server.dispatching import (
     OTHER,
     QUICK,
     SLOW,
+    THIRD,
     TRAIN,
     Service,
     names,
@@ -311,6 +312,39 @@ def test_a_paused_consumer_gets_no_credit_for_its_idle_time() -> None:
     service.request("steady", TRAIN, 0, BATCHES)
     begun_in_turns(service, 100)
     service.request("paused", OTHER, 1, 1000)
+    order = begun_in_turns(service, 40)
+    assert len(numbers(order, TRAIN)) >= 15
+
+
+def test_a_paused_consumer_gets_no_credit_for_batches_that_it_could_prefetch() -> None:
+    """Others kept the worker busy, so that none of its batches was prefetched in the pause."""
+    service = Service()
+    service.warm_up(TRAIN, OTHER)
+    service.request("steady", TRAIN, 0, BATCHES)
+    paused = service.request("paused", OTHER, 0, 1, ahead=1000)
+    begun_in_turns(service, 3)
+    service.dispatcher.close(paused)
+    begun_in_turns(service, 100)
+    service.pass_time(10)
+    service.request("paused", OTHER, 1, 1000)
+    order = begun_in_turns(service, 40)
+    assert len(numbers(order, TRAIN)) >= 15
+
+
+def test_prefetching_gives_later_consumers_no_credit() -> None:
+    """A consumer for which only batches are prefetched does not determine the level of new ones."""
+    service = Service()
+    service.warm_up(TRAIN, OTHER, THIRD)
+    paused = service.request("paused", OTHER, 0, 1, ahead=1000)
+    begun_in_turns(service, 1)
+    service.dispatcher.close(paused)
+    steady = service.request("steady", TRAIN, 0, 100)
+    while steady.next < steady.stop:
+        begun_in_turns(service, 1)
+    service.dispatcher.close(steady)
+    begun_in_turns(service, 5)
+    service.request("newcomer", THIRD, 0, 1000)
+    service.request("steady", TRAIN, 100, 1000)
     order = begun_in_turns(service, 40)
     assert len(numbers(order, TRAIN)) >= 15
 

@@ -58,6 +58,9 @@ MAX_BEHIND: Final = 4096
 """Maximum number of batches sent to a consumer beyond its position; above it, the position moves past these batches."""
 FORGET_AFTER: Final = 60.0
 """Seconds after the last request and the last sent batch until a consumer without open requests is removed."""
+PAUSE_SECONDS: Final = 1.0
+"""Seconds without an open request after which a consumer loses its claim to worker time, even if batches remain to be
+prefetched for it: while others keep all workers busy, they are never started."""
 QUEUE_SECONDS: Final = 0.01
 """Seconds of work that are queued for a busy worker, so that it does not wait for the next message."""
 MAX_QUEUE: Final = 256
@@ -121,7 +124,7 @@ class Dispatcher:
             if self._in_turn:  # the next epoch of a session: batches prefetched in the previous epoch are unwanted
                 self._forget([c for c in self._consumers.values() if not c.requests and c.epoch != epoch])
             consumer = self._join(quota, request, loader, now)
-        if consumer not in self.store.active:
+        if consumer not in self.store.active or (not consumer.requests and now - consumer.last_seen > PAUSE_SECONDS):
             principal_share = consumer.principal_share
             principal_share.served = max(principal_share.served, self._level)
             consumer.served = max(consumer.served, principal_share.current_level)
@@ -329,7 +332,7 @@ class Dispatcher:
             level, before = principal_share.served, consumer.served
             if self._start(worker, batch_id, consumer, urgency, submit):
                 self._level = max(self._level, level)
-                principal_share.level = before
+                principal_share.level = max(principal_share.level, before)
                 consumer.candidate = None
                 self._enqueue(consumer)
             else:

@@ -188,7 +188,7 @@ class PrincipalShare:
     served: float
     """Worker time used for the principal, in seconds."""
     level: float = 0.0
-    """Value of `served` of the consumer for which a batch was started last."""
+    """Highest value of `served` that a consumer had when one of its batches was started."""
     scans_to_skip: int = 0
     queue: list[Candidate] = field(default_factory=list)
     """Heap of the principal's consumers that may start a batch; an entry that is not the `candidate` of its consumer is
