@@ -185,8 +185,9 @@ def nightly() -> Iterator[Step]:
         "frameworks",
         f"{installed('.venv-frameworks', TORCH)}\n"
         f"{UV} pip install --quiet --python {python('.venv-frameworks')} {TORCH} --group frameworks\n"
+        # importing the frameworks counts to the timeout, too
         + pytest(".venv-frameworks",
-                 "tests/examples tests/gpu/test_host_memory.py --timeout 300"),  # importing the frameworks counts, too
+                 "tests/examples tests/gpu/test_host_memory.py tests/shared/test_registry.py --timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
         pytest=f"{python('.venv-frameworks')} -m pytest",
     )  # fmt: skip

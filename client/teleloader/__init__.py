@@ -18,6 +18,7 @@ from teleloader_shared.errors import (
     BatchTooLarge,
     CorruptFrame,
     DatasetChanged,
+    DecodeError,
     EncodeError,
     Forbidden,
     InvalidSpec,
@@ -34,6 +35,7 @@ from teleloader_shared.errors import (
     VersionMismatch,
     WorkerDied,
 )
+from teleloader_shared.registry import register
 from teleloader_shared.version import VERSION as __version__
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "CorruptFrame",
     "DataLoader",
     "DatasetChanged",
+    "DecodeError",
     "EncodeError",
     "Forbidden",
     "InvalidSpec",
@@ -61,4 +64,5 @@ __all__ = [
     "VersionMismatch",
     "WorkerDied",
     "__version__",
+    "register",
 ]

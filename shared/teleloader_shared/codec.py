@@ -24,7 +24,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from teleloader_shared import dtypes
-from teleloader_shared.errors import BatchTooLarge, CorruptFrame, EncodeError, ProtocolError, TeleloaderError
+from teleloader_shared.errors import (
+    PUBLIC_MODULE,
+    BatchTooLarge,
+    CorruptFrame,
+    DecodeError,
+    EncodeError,
+    ProtocolError,
+    TeleloaderError,
+)
 from teleloader_shared.spec import Compression
 from teleloader_shared.text import short
 from teleloader_shared.tree import ArrayLeaf, Leaf, flatten, is_columnar, layout, unflatten, unflatten_columns
@@ -519,7 +527,11 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
     elif "end" in header:
         content = _read_end(header["end"])
     elif "tree" in header:
-        content = unflatten(header["tree"], segments.take)
+        try:
+            content = unflatten(header["tree"], segments.take)
+        except DecodeError as error:  # of this batch alone: the next one may be valid
+            failure = Failure(f"{PUBLIC_MODULE}.{DecodeError.__name__}", str(error), "", [], -1)
+            return Frame(batch_id, failure, 0, size, None, size + HEADER_COST * header_size)
         padding = header.get("padding", 0)
         if type(padding) is not int or padding < 0:
             raise ProtocolError(f"invalid frame: padding must be a non-negative integer, got {short(padding)}")

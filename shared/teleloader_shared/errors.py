@@ -11,6 +11,7 @@
     ├── StateMismatch           (ValueError)       a saved state does not match this loader
     ├── EncodeError             (TypeError)        a batch holds a value that cannot be sent
     │   └── BatchTooLarge       (ValueError)       a batch exceeds the size limit
+    ├── DecodeError             (TypeError)        a batch holds a value that this process cannot restore
     ├── ProtocolError                              received bytes violate the wire format
     │   ├── CorruptFrame                           checksum mismatch
     │   └── VersionMismatch                        client and server use different protocol versions
@@ -66,6 +67,10 @@ class EncodeError(TeleloaderError, TypeError):
 
 class BatchTooLarge(EncodeError, ValueError):
     """An encoded batch is larger than ``max_batch_bytes``."""
+
+
+class DecodeError(TeleloaderError, TypeError):
+    """A batch contains a value of a registered type that this process cannot restore."""
 
 
 class ProtocolError(TeleloaderError):

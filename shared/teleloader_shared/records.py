@@ -39,12 +39,21 @@ def last_name(qualname: str) -> str:
     return qualname.rpartition(".")[2]
 
 
-_class_dict: Final = type.__dict__["__dict__"].__get__
+class_dict: Final = type.__dict__["__dict__"].__get__
 """Returns the ``__dict__`` of a class, even if the metaclass overrides attribute access."""
 
 
-def _find_class(module: str, qualname: str) -> type | None:
-    """Return a class of an imported module, or None if not found, without running code of the module or the class."""
+def find_class(module: str, qualname: str, *metaclasses: type) -> type | None:
+    """Return a class of an imported module, without running code of the module or the class.
+
+    Args:
+        module: Name of the module.
+        qualname: Qualified name of the class.
+        metaclasses: Permitted types of the class; any other metaclass could run code on attribute access.
+
+    Returns:
+        The class; None if the module is not imported, or has no such class.
+    """
     holder = sys.modules.get(module)
     # subclasses of ModuleType may run code on attribute access (lazy loading)
     if type(holder) is not ModuleType:
@@ -54,9 +63,8 @@ def _find_class(module: str, qualname: str) -> type | None:
     for name in rest:
         if not issubclass(type(found), type):
             return None
-        found = _class_dict(found).get(name)
-    # any other metaclass may run code on attribute access
-    return found if type(found) in (type, ABCMeta) else None
+        found = class_dict(found).get(name)
+    return found if type(found) in metaclasses else None
 
 
 class RecordTypes:
@@ -115,7 +123,7 @@ def namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hash
     Raises:
         ProtocolError: If the names are not valid for a namedtuple.
     """
-    found = _find_class(module, qualname)
+    found = find_class(module, qualname, type, ABCMeta)
     if found is not None and _is_namedtuple_type(found, fields, hashed=hashed):
         return found
     return _make_namedtuple(last_name(qualname), fields)
@@ -155,7 +163,7 @@ def dataclass_type(module: str, qualname: str, fields: tuple[str, ...]) -> type:
     Raises:
         ProtocolError: If the names are not valid for a dataclass.
     """
-    found = _find_class(module, qualname)
+    found = find_class(module, qualname, type, ABCMeta)
     if found is not None and _is_dataclass_type(found, fields):
         return found
     return _make_dataclass(last_name(qualname), fields)

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sized
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from functools import cached_property
 from inspect import getattr_static
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader_shared import dtypes
+from teleloader_shared import dtypes, registry
 from teleloader_shared.errors import EncodeError, ProtocolError
+from teleloader_shared.library_types import ARRAY, MAX_DIGITS, NESTED, SPARSE, TypeEntry, is_describable
 from teleloader_shared.records import RecordTypes, instance, is_dunder, is_name, last_name
 from teleloader_shared.text import short
 
@@ -29,8 +31,6 @@ MAX_DEPTH: Final = 128
 """Maximum nesting depth of containers, checked by encoder and decoder."""
 MAX_DIMENSIONS: Final = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 """Maximum number of dimensions of a NumPy array."""
-MAX_DIGITS: Final = 4300
-"""Maximum number of decimal digits of an integer: Python's default limit for parsing."""
 MAX_NODES: Final = 2**22
 """Maximum number of nodes in a tree: decoding takes up to 2 us per node."""
 MAX_SAME_HASH: Final = 256
@@ -135,7 +135,7 @@ def layout(batch: object, leaves: list[Leaf], depth: int = 0) -> Hashable | None
         leaf = _leaf(batch, "")
     except EncodeError:  # `flatten` raises it with the path of the value
         return None
-    if leaf is None:
+    if leaf is None or isinstance(leaf, TypeEntry):
         return None
     leaves.append(leaf)
     return leaf.dtype_name, leaf.shape, leaf.kind
@@ -175,8 +175,13 @@ _DICTS: Final[dict[type, str]] = {
     Counter: "counter",
 }
 _KEYS: Final = (str, bytes, int, float, complex, np.generic, type(None))
-_BUILTINS: Final = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, deque)
-"""Subclasses of these types are rejected, unless the encoding has a node for them: other state would be lost."""
+_BUILTINS: Final[dict[type, Callable[[Any], Any]]] = {
+    str: str.__str__, bytes: bytes.__bytes__, int: int.__int__, float: float.__float__, complex: complex.__complex__,
+    list: list.copy, dict: dict.copy, tuple: lambda value: tuple.__getitem__(value, slice(None)), set: set,
+    frozenset: frozenset, deque: lambda value: deque(value, value.maxlen), UserDict: lambda value: dict(value.data),
+    MappingProxyType: dict,
+}  # fmt: skip
+"""Conversions of instances of subclasses to the types that batches can hold."""
 
 
 class _Describer:
@@ -215,19 +220,32 @@ class _Describer:
 
     def _leaf_or_record(self, value: Any, path: str, depth: int) -> Any:
         leaf = _leaf(value, path)
+        if isinstance(leaf, TypeEntry):
+            return self._registered(leaf, value, path, depth)
         if leaf is not None:
             self.leaves.append(leaf)
             return {"array": [leaf.dtype_name, list(leaf.shape), leaf.kind]}
         if _is_namedtuple(value):
             return {"namedtuple": self._record(value, value._fields, value, path, depth)}
-        if is_dataclass(value) and not isinstance(value, (type, *_BUILTINS)):
+        base = next((base for base in _BUILTINS if isinstance(value, base)), None)
+        if base is not None:
+            _check_attributes(value, ("data",) if base is UserDict else (), path)
+            return self.describe(_BUILTINS[base](value), path, depth)
+        if is_dataclass(value) and not isinstance(value, type):
             names = tuple(field.name for field in dataclass_fields(value))
             return {"dataclass": self._record(value, names, _field_values(value, names, path), path, depth)}
         raise EncodeError(
-            f"cannot encode {path}: unsupported type {_type_name(value)}. Supported types: arrays, tensors, numbers, "
-            "str, bytes, None, lists, tuples, namedtuples, dataclasses, dicts, sets, deques, ranges and slices. "
-            f"Convert the value to one of these types{_hint(value)}"
+            f"cannot encode {path}: unsupported type {_type_name(value)}. Convert the value to arrays, numbers, "
+            f"strings or containers of these, or register the type in the server and in the client:\n{_lines(value)}"
         )
+
+    def _registered(self, entry: TypeEntry, value: Any, path: str, depth: int) -> Any:
+        try:
+            plain = entry.to_plain(value)
+        except Exception as error:
+            raise EncodeError(f"cannot encode {path} of type {_type_name(value)}: {error}") from error
+        self._count((plain,), path)
+        return {"registered": [entry.name, self.describe(plain, path, depth + 1)]}
 
     def _count(self, items: Sized, path: str, nodes: int = 1) -> None:
         """Count the nodes of a container; raise EncodeError if the batch has too many."""
@@ -313,10 +331,10 @@ def _check_key(key: Any, path: str) -> None:
     if isinstance(key, tuple | frozenset):
         for item in key:
             _check_key(item, path)
-    elif not isinstance(key, _KEYS):
+    elif not isinstance(key, _KEYS) and registry.find(type(key)) is None:
         raise EncodeError(
             f"cannot encode {path}: unsupported type {_type_name(key)}. Supported types: None, str, bytes, numbers, "
-            "and tuples and frozensets of these"
+            "tuples and frozensets of these, and registered types"
         )
 
 
@@ -329,23 +347,38 @@ def _field_values(value: Any, names: tuple[str, ...], path: str) -> list[Any]:
 
 def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
     """Reject attributes that would be lost silently; cached properties are exempt, since they can be recomputed."""
-    for name in getattr(value, "__dict__", ()):
+    for name in _attributes(value):
         computed = isinstance(getattr_static(type(value), name, None), cached_property)
         # the typing module sets __orig_class__ on instances of generic classes
         if name not in names and not computed and not is_dunder(name):
             raise EncodeError(
-                f"cannot encode {path}: attribute {name!r} is not a field of {_type_name(value)}. Declare the "
-                "attribute as a field, or remove it in the collate function"
+                f"cannot encode {path}: attribute {name!r} of the {_type_name(value)} would be lost. Declare the "
+                "attribute as a field of a dataclass, remove it in the collate function, or register the type in the "
+                f"server and in the client:\n{_lines(value)}"
             )
 
 
-def _hint(value: object) -> str:
-    """Return advice on how to convert a subclass of a built-in type; "" for other values."""
-    base = next((base for base in _BUILTINS if isinstance(value, base)), None)
-    return "" if base is None else f", for example with {base.__name__}(...)"
+def _attributes(value: Any) -> list[str]:
+    """Return the names of an instance's attributes, in its ``__dict__`` and in slots."""
+    slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
+    names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
+    return [*getattr(value, "__dict__", ()), *(name for name in names if hasattr(value, name))]
 
 
-def _leaf(value: Any, path: str) -> Leaf | None:
+def _lines(value: object) -> str:
+    """Return the lines that register a type."""
+    name = type(value).__qualname__
+    return (
+        "from teleloader_shared import register\n"
+        f"register({name}, {_type_name(value)!r}, to_plain=lambda value: ..., from_plain=lambda plain: {name}(...))"
+    )
+
+
+def _leaf(value: Any, path: str) -> Leaf | TypeEntry | None:
+    """Return the leaf of an array, the entry of a registered type, or None for other values."""
+    entry = registry.find(type(value))
+    if entry is not None:
+        return entry
     if isinstance(value, np.ndarray):
         return _array_leaf(value, "tensor" if isinstance(value, Tensor) else "ndarray", path)
     if isinstance(value, np.generic):
@@ -361,21 +394,29 @@ def _leaf(value: Any, path: str) -> Leaf | None:
     return None
 
 
-def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf:
+def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf | TypeEntry:
     name = dtypes.name_of(array.dtype)
     if name not in dtypes.NUMPY and name not in dtypes.EXTENDED:
+        if is_describable(array.dtype):
+            return ARRAY
         raise EncodeError(_no_dtype(path, "an array", array.dtype))
     if isinstance(array, np.ma.MaskedArray):
         raise EncodeError(f"cannot encode {path}: masked arrays are not supported. Return data and mask as two arrays")
+    if type(array) not in (np.ndarray, Tensor, np.memmap):
+        _check_attributes(array, (), path)
     return ArrayLeaf(name, kind, array if name in dtypes.NUMPY else dtypes.bits_of(array))
 
 
-def _tensor_leaf(torch: Any, tensor: Any, path: str) -> ArrayLeaf:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+def _tensor_leaf(torch: Any, tensor: Any, path: str) -> ArrayLeaf | TypeEntry:
+    if tensor.device.type != "cpu":
         raise EncodeError(
-            f"cannot encode {path}: expected a dense tensor on the CPU, got device {tensor.device} and layout "
-            f"{tensor.layout}. Return CPU tensors, and pass device= to the DataLoader to copy batches to a device"
+            f"cannot encode {path}: expected a tensor on the CPU, got device {tensor.device}. Return CPU tensors, and "
+            "pass device= to the DataLoader to copy batches to a device"
         )
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return NESTED if tensor.is_nested else SPARSE
+    if type(tensor) is not torch.Tensor:
+        _check_attributes(tensor, (), path)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     name = str(tensor.dtype).removeprefix("torch.")
     if name in dtypes.NUMPY:
@@ -445,6 +486,11 @@ class _Builder:
             ):
                 values = self._nodes(nodes, depth)
                 return instance(self._types.dataclass(module, name, tuple(fields)), fields, values)
+            case "registered", [str(name), plain]:
+                self._count(1)
+                # not as part of a key: only the restored value must be hashable
+                builder = _Builder(self._make_leaf, self._types, self._budget) if self._hashed else self
+                return registry.restore(name, builder.build(plain, depth + 1))
         return _build_number(kind, content)
 
     def _nodes(self, nodes: list[Any], depth: int) -> list[Any]:

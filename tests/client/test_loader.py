@@ -186,8 +186,8 @@ def test_what_is_exported() -> None:
     """The list of public names changes only deliberately."""
     assert set(teleloader.__all__) == {
         "AccessDenied", "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged",
-        "EncodeError", "Forbidden", "InvalidSpec", "LoaderStats", "LoaderTimeout", "ProtocolError", "RemoteDataset",
-        "RemoteError", "ServerUnavailable", "StateMismatch", "TeleloaderError", "TlsError", "Unauthorized",
-        "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied", "__version__",
+        "DecodeError", "EncodeError", "Forbidden", "InvalidSpec", "LoaderStats", "LoaderTimeout", "ProtocolError",
+        "RemoteDataset", "RemoteError", "ServerUnavailable", "StateMismatch", "TeleloaderError", "TlsError",
+        "Unauthorized", "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied", "__version__", "register",
     }  # fmt: skip
     assert all(hasattr(teleloader, name) for name in teleloader.__all__)

@@ -82,7 +82,7 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     """Run a server with invalid datasets."""
-    names = ("raising", "raising_its_own", "uneven", "unsendable", "deadly", "stuck", "large")
+    names = ("raising", "raising_its_own", "uneven", "unsendable", "unknown", "deadly", "stuck", "large")
     running = ServerProcess(
         "--port", "0", "--num-workers", "2", "--batch-timeout", "1", "--max-batch-bytes", "1MiB", f"{DATA}train",
         f"{DATA}stream", *(f"{name.replace('_', '-')}={BROKEN}{name}" for name in names),
@@ -564,6 +564,12 @@ def _(server: ServerProcess) -> str:
 @meets("Value that cannot be encoded")
 def _(server: ServerProcess) -> str:
     loader = DataLoader(RemoteDataset(server.url, "unsendable"), batch_size=None, sampler=[17], output="numpy")
+    return raised_by(lambda: list(loader))
+
+
+@meets("Value that cannot be restored")
+def _(server: ServerProcess) -> str:
+    loader = DataLoader(RemoteDataset(server.url, "unknown"), batch_size=None, sampler=[17], output="numpy")
     return raised_by(lambda: list(loader))
 
 

@@ -7,13 +7,16 @@ import subprocess
 import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import UTC, date, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from teleloader import DataLoader, RemoteDataset, TeleloaderError
+from teleloader import DataLoader, DecodeError, RemoteDataset, TeleloaderError, register
 from teleloader_server import serve
+from teleloader_shared import registry
 from tests.conftest import ROOT
 from tests.end_to_end.contract import Made, Numbers, assert_same, both, ours, torch, torch_is_there, torchs
 
@@ -343,6 +346,47 @@ class Pinnable:
     def pin_memory(self) -> Pinnable:
         """Return the batch: the method that torch requires."""
         return self
+
+
+class Box:
+    """Class that is registered on one side only, or on both."""
+
+    def __init__(self, corners: Any) -> None:
+        self.corners = corners
+
+
+REGISTERED: dict[str, Any] = {
+    "path": lambda i: Path(f"/data/{i}.jpg"),
+    "date": lambda i: {"at": datetime(2024, 1, 1 + i, tzinfo=UTC), "of": {date(2024, 1, 1): i}},
+    "strings": lambda i: np.array([f"s{i}", "x"]),
+    "dates": lambda i: np.arange("2024-01-01", "2024-01-04", dtype="M8[D]") + i,
+}
+
+
+@pytest.mark.parametrize("kind", REGISTERED)
+def test_registered_types_arrive_from_workers(kind: str) -> None:
+    """As torch's workers return them, in lists that a collate function returns."""
+    for got, expected in zip(
+        *both(Made(REGISTERED[kind], 4), batch_size=2, collate_fn=list, num_workers=1), strict=True
+    ):
+        assert [type(one) for one in got] == [type(one) for one in expected]
+        assert repr(got) == repr(expected)
+
+
+def test_a_type_that_only_the_server_registered_is_an_error_of_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the training process has registered the type, it receives the instances."""
+    for name in ("_by_type", "_by_name"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    register(Box, "tests.Box", lambda box: box.corners, Box)
+    with ours(Made(lambda i: Box(np.arange(i)), 4), batch_size=2, collate_fn=list, num_workers=1) as loader:
+        batches = iter(loader)
+        assert [len(box.corners) for box in next(batches)] == [0, 1]
+        conversion = registry._by_name.pop("tests.Box")
+        batches = iter(loader)
+        with pytest.raises(DecodeError, match=r"cannot restore a value of type 'tests.Box'.* before iterating"):
+            next(batches)
+        registry._by_name["tests.Box"] = conversion
+        assert [len(box.corners) for box in next(batches)] == [2, 3]
 
 
 def test_objects_of_ones_own_class_are_refused_with_their_name() -> None:

@@ -1030,8 +1030,10 @@ def test_what_cannot_travel_is_refused_with_its_path() -> None:
     """The error of the writer has the path of the value within the batch."""
     with pytest.raises(EncodeError, match=r"^cannot encode batch\['meta'\]\[2\]: unsupported type object"):
         encoded({"meta": [1, 2, object()]})
-    with pytest.raises(EncodeError, match=r"^cannot encode batch\[0\]\['names'\]: unsupported dtype <U2 of an array"):
-        encoded([{"names": np.array(["ab"])}])
+    with pytest.raises(
+        EncodeError, match=r"^cannot encode batch\[0\]\['names'\]: unsupported dtype object of an array"
+    ):
+        encoded([{"names": np.array([None])}])
 
 
 @pytest.mark.parametrize("batch", ["\ud800", ["\udcff"], {"\ud800": 1}, Point("ok", "\udfff")])

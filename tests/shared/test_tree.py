@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import subprocess
 import sys
 import time
 import types
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cached_property
@@ -194,7 +193,6 @@ def test_tensors_of_torch_are_leaves() -> None:
     assert flatten(torch.nn.Parameter(torch.zeros(())))[0] == {"array": ["float32", [], "tensor"]}
     for tensor, named in (
         (torch.zeros(2, device="meta"), "meta"),
-        (torch.zeros(2).to_sparse(), "layout torch.sparse_coo"),
         (torch.zeros(2, dtype=torch.float8_e8m0fnu), "dtype float8_e8m0fnu"),
     ):
         with pytest.raises(EncodeError, match=rf"^cannot encode batch\['t'\]: (?=.*tensor).*{named}"):
@@ -222,10 +220,21 @@ def test_an_array_that_is_yet_to_be_written_must_be_of_a_known_type(name: str) -
 # --- Unsupported values -------------------------------------------------------------------------------------------
 
 
-class Colour(enum.IntEnum):
-    """Subclass of int with further attributes."""
+def subclass(base: type, **attributes: object) -> Any:
+    """Return an instance of a user-defined subclass."""
+    made = type("Own", (base,), {})()
+    vars(made).update(attributes)
+    return made
 
-    RED = 1
+
+class Unit(np.ndarray[Any, np.dtype[Any]]):
+    """Array with a unit."""
+
+    unit = "s"
+
+    def __array_finalize__(self, obj: object) -> None:
+        """Set the unit."""
+        self.unit = "m"
 
 
 @pytest.mark.parametrize(
@@ -233,8 +242,11 @@ class Colour(enum.IntEnum):
     [
         (object(), "cannot encode batch: unsupported type object"),
         ({"meta": [0, 1, object]}, "cannot encode batch['meta'][2]: unsupported type type"),
-        ({"meta": (0, Colour.RED)}, "cannot encode batch['meta'][1]: unsupported type tests.shared.test_tree.Colour"),
-        ([types.MappingProxyType({})], "cannot encode batch[0]: unsupported type mappingproxy"),
+        (
+            [subclass(dict, extra=1)],
+            "cannot encode batch[0]: attribute 'extra' of the tests.shared.test_tree.Own would",
+        ),
+        ([np.ones(1).view(Unit)], "cannot encode batch[0]: attribute 'unit' of the tests.shared.test_tree.Unit would"),
         ({4: {b"k": iter(())}}, "cannot encode batch[4][b'k']: unsupported type tuple_iterator"),
         (Point(1, lambda: 0), "cannot encode batch.y: unsupported type function"),
         ([Box({"k": Point(object(), 0)})], "cannot encode batch[0].low['k'].x: unsupported type object"),
@@ -245,12 +257,9 @@ class Colour(enum.IntEnum):
             [type("a b", (Box,), {"__module__": "m"})(1)],
             "cannot encode batch[0]: the class name and the field names of m.a b must",
         ),
-        ([np.array(["a"])], "cannot encode batch[0]: unsupported dtype <U1 of an array"),
         ([np.array([None])], "cannot encode batch[0]: unsupported dtype object of an array"),
-        ({"t": np.array([0], "M8[s]")}, "cannot encode batch['t']: unsupported dtype datetime64[s] of an array"),
-        ({"t": np.zeros(1, [("a", "i4")])}, "cannot encode batch['t']: unsupported dtype [('a', '<i4')] of an array"),
+        ({"t": np.zeros(1, [("a", "O")])}, "cannot encode batch['t']: unsupported dtype [('a', 'O')] of an array"),
         ({"t": np.zeros(1, ml_dtypes.int4)}, "cannot encode batch['t']: unsupported dtype int4 of an array"),
-        ({"a": {Colour.RED: 1}}, "cannot encode a key of batch['a']: unsupported type tests.shared.test_tree.Colour"),
         ({"a": {object: 1}}, "cannot encode a key of batch['a']: unsupported type type. Supported types: None"),
         ({"a": {(1, range(1)): 1}}, "cannot encode a key of batch['a']: unsupported type range. Supported types: None"),
         ({"a": {(1, object)}}, "cannot encode an element of batch['a']: unsupported type type. Supported types: None"),
@@ -258,7 +267,6 @@ class Colour(enum.IntEnum):
             [{Frozen(1)}],
             "cannot encode an element of batch[0]: unsupported type tests.shared.trees.Frozen. Supported types: None",
         ),
-        ([{Colour.RED}], "cannot encode an element of batch[0]: unsupported type tests.shared.test_tree.Colour"),
     ],
     ids=label,
 )
@@ -272,32 +280,42 @@ def test_what_cannot_travel_is_refused_with_its_path(batch: object, sentence: st
 
 def test_errors_for_unsupported_values_state_what_to_do() -> None:
     """The error for an unsupported value states what to do."""
-    with pytest.raises(EncodeError, match=r"Convert the value to one of these types$"):
-        flatten({"a": object()})
+    with pytest.raises(
+        EncodeError, match=r"\nregister\(Unregistered, 'tests\.shared\.test_tree\.Unregistered', to_plain="
+    ):
+        flatten({"a": Unregistered()})
     with pytest.raises(EncodeError, match=r"Supported dtypes: bool, int8, .* float8_e5m2fnuz$"):
-        flatten(np.array(["a"]))
+        flatten(np.array([None]))
 
 
-def subclass(base: type) -> type:
-    """Return a user-defined subclass with additional state."""
-    return type("Own", (base,), {})
+class Unregistered:
+    """Class that no process registers."""
 
 
 @pytest.mark.parametrize(
     "base",
     [str, bytes, int, float, complex, list, tuple, dict, OrderedDict, defaultdict, Counter, set, frozenset, deque],
 )
-def test_a_subclass_that_would_arrive_as_less_is_refused(base: type) -> None:
-    """A subclass is never converted to its base silently; the error states how to convert it."""
+def test_a_subclass_without_attributes_travels_as_its_base(base: type) -> None:
+    """Content is equal and of the built-in type; an attribute of the instance is an error, as it would be lost."""
     builtin = dict if issubclass(base, dict) else base
-    with pytest.raises(EncodeError, match=rf"^cannot encode batch\[0\]: .*Own\. .* example with {builtin.__name__}\("):
-        flatten([subclass(base)()])
+    assert_same(unflatten(described([subclass(base)]), no_leaf), [builtin()])
+    with pytest.raises(EncodeError, match=r"^cannot encode batch\[0\]: attribute 'extra' of the .*Own would be lost"):
+        flatten([subclass(base, extra=1)])
+
+
+def test_other_mappings_travel_as_dicts() -> None:
+    """UserDict and mappingproxy have no state besides their items."""
+    for mapping in (UserDict(a=1), types.MappingProxyType({"a": 1})):
+        assert_same(unflatten(described([mapping]), no_leaf), [{"a": 1}])
+    with pytest.raises(EncodeError, match=r"attribute 'extra' of the .*Own would be lost"):
+        flatten(subclass(UserDict, extra=1))
 
 
 def test_a_dataclass_that_is_also_a_builtin_container_is_refused() -> None:
     """Such a dataclass is rejected, because its items as a container are not fields."""
     mapping: Any = make_dataclass("Output", [("loss", Any, 0)], bases=(OrderedDict,))
-    with pytest.raises(EncodeError, match=r"^cannot encode batch: unsupported type .*Output\. .* example with dict\("):
+    with pytest.raises(EncodeError, match=r"^cannot encode batch: attribute 'loss' of the .*Output would be lost"):
         flatten(mapping())
 
 
@@ -323,7 +341,7 @@ def test_what_an_instance_holds_besides_its_fields_is_not_lost_silently() -> Non
     assert_same(unflatten(described(box), no_leaf), box)
     box.extra = 1  # type: ignore[attr-defined]
     with pytest.raises(
-        EncodeError, match=r"^cannot encode batch\[0\]: attribute 'extra' is not a field of .*Generously"
+        EncodeError, match=r"^cannot encode batch\[0\]: attribute 'extra' of the .*Generously would be lost"
     ):
         flatten([box])
 

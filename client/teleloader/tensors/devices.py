@@ -16,7 +16,7 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,13 +25,24 @@ from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.tree import Tensor
 
 
+@runtime_checkable
+class Movable(Protocol):
+    """Interface of objects with tensors that are copied as a whole, such as TensorDict and torch_geometric's Data."""
+
+    def to(self, device: Any, *, non_blocking: bool) -> Any:
+        """Return the object with its tensors on `device`."""
+
+    def record_stream(self, stream: Any) -> Any:
+        """Record that `stream` uses the tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Copy of a batch to a device, in progress or complete."""
 
     batch: Any
     tensors: list[Any]
-    """Tensors in `batch`."""
+    """Tensors and `Movable` objects in `batch`."""
     started: Any = None
     done: Any = None
     """Events before and after the copy; None if the device has no streams, in which case the copy is complete."""
@@ -90,20 +101,21 @@ class TorchDevice:
 
         tensors: list[Any] = []
 
-        def put(tensor: Any) -> Any:
+        def put(value: Any) -> Any:
+            copies = {"copy": True} if isinstance(value, torch.Tensor) else {}
             # asynchronous only with events, which signal when the host memory can be reused
-            tensors.append(tensor.to(self.device, non_blocking=self._has_streams, copy=True))
+            tensors.append(value.to(self.device, non_blocking=self._has_streams, **copies))
             return tensors[-1]
 
         if not self._has_streams:
             began = time.perf_counter()
-            copied = map_leaves(batch, torch.Tensor, put)
+            copied = map_leaves(batch, (torch.Tensor, Movable), put)
             return Copy(copied, tensors, seconds=time.perf_counter() - began)
         stream = _copy_stream(self.device)
         started, done = (self._module.Event(enable_timing=True) for _ in range(2))
         with self._module.stream(stream):
             started.record(stream)
-            copied = map_leaves(batch, torch.Tensor, put)
+            copied = map_leaves(batch, (torch.Tensor, Movable), put)
             done.record(stream)
         return Copy(copied, tensors, started, done)
 

@@ -16,7 +16,7 @@ import numpy as np
 from teleloader_server.config import IndexKind
 from teleloader_shared import codec, dtypes
 from teleloader_shared.codec import BatchId, Envelope
-from teleloader_shared.errors import InvalidSpec, ProtocolError
+from teleloader_shared.errors import DecodeError, InvalidSpec, ProtocolError
 from teleloader_shared.spec import MAX_BATCH_SIZE, MAX_EPOCH
 
 MAX_HEADER_BYTES: Final = 512 * 2**10
@@ -60,8 +60,11 @@ def read(frame: bytes, *, single: bool) -> list[Any]:
 
     Raises:
         InvalidSpec: If the list has more than 2**20 indices.
+        DecodeError: If an index is of a type that this process has not registered.
     """
     content = codec.read(IndexMemory(np.frombuffer(frame, np.uint8))).content
+    if isinstance(content, codec.Failure):
+        raise DecodeError(content.message)
     if single:
         return [content]
     if len(content) > MAX_BATCH_SIZE:  # the size of a frame does not limit the length of a range

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from teleloader_shared import register
 from tests.docs.my_package.data import Images
 
 
@@ -26,6 +27,10 @@ class Broken:
         return self._make(index) if index == 17 else np.zeros(4, np.float32)
 
 
+class Box:
+    """Class that only the server registers."""
+
+
 class DamagedImage(Exception):
     """Exception that is not builtin."""
 
@@ -38,10 +43,17 @@ def _damaged_image(index: int) -> None:
     raise DamagedImage(f"sample {index} is no JPEG")
 
 
+def _registered_here(index: int) -> Box:
+    """Return a value of a type that is registered in this worker, and in no other process."""
+    register(Box, "my_package.Box", lambda box: None, lambda plain: Box())
+    return Box()
+
+
 raising = Broken(_value_error)
 raising_its_own = Broken(_damaged_image)
 uneven = Broken(lambda index: np.zeros(5, np.float32))
 unsendable = Broken(lambda index: {"lock": threading.Lock()})
+unknown = Broken(_registered_here)
 deadly = Broken(lambda index: os.kill(os.getpid(), signal.SIGKILL))
 stuck = Broken(lambda index: threading.Event().wait())
 large = Broken(lambda index: np.zeros(2**20, np.float32))
