@@ -140,6 +140,21 @@ def check_ranks(
         )
 
 
+def check_errors(on_error: str, max_errors: float, *, iterable: bool) -> None:
+    """Validate the teleloader-specific arguments `on_error` and `max_errors`; the spec validates the others.
+
+    Raises:
+        ValueError: If `max_errors` is not in [0, 1], or `on_error` is not supported for an iterable-style dataset.
+    """
+    if not 0 <= max_errors <= 1:
+        raise ValueError(f"max_errors must be a fraction in [0, 1], got {max_errors!r}")
+    if iterable and on_error != "raise":
+        raise ValueError(
+            f"on_error={on_error!r} requires a map-style dataset: an iterable-style dataset cannot continue after an "
+            "exception. Catch the exception in the dataset"
+        )
+
+
 def as_context(context: Any) -> Any:
     """Convert a start method to a multiprocessing context, as torch does; return other values unchanged."""
     return get_context(context) if isinstance(context, str) else context

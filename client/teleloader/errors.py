@@ -79,7 +79,8 @@ def _text(failure: Failure, batch_id: BatchId, server: str) -> str:
     cause = failure.message
     if failure.traceback:
         cause = f"Caught {failure.type.rpartition('.')[2]} {where}.\nOriginal {failure.traceback.rstrip()}"
-    which = f"batch {batch_id.batch} of epoch {batch_id.epoch}"
+    sample = "" if failure.sample is None else f"sample {failure.sample}, in "
+    which = f"{sample}batch {batch_id.batch} of epoch {batch_id.epoch}"
     if failure.indices:
         shown = ", ".join(map(str, failure.indices[:_SHOWN_INDICES]))
         more = ", ..." if len(failure.indices) > _SHOWN_INDICES else ""

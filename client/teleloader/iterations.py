@@ -53,6 +53,8 @@ class Start:
     max_batch_bytes: int
     transform: Callable[[Any], Any] | None
     """Applied to each batch in the training loop's thread; None for no transform."""
+    max_errors: float
+    """Fraction of the samples of the epoch that may be skipped or replaced."""
     device_ahead: int
     """Batches to copy to the device before the training loop requests them."""
     before: Measures
@@ -186,4 +188,5 @@ class Start:
             length_check=self.order.length_check(self.num_workers, length if spec.world_size == 1 else None),
             stager=stager,
             transform=self.transform,
+            max_errors=self.max_errors,
         )

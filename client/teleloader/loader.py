@@ -17,6 +17,7 @@ from teleloader.arguments import (
     Arguments,
     as_context,
     check,
+    check_errors,
     check_iteration,
     check_ranks,
     warn_of_pinning,
@@ -48,7 +49,7 @@ from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
-from teleloader_shared.spec import Compression, LoaderSpec, Tail
+from teleloader_shared.spec import Compression, LoaderSpec, OnError, Tail
 
 DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
@@ -134,6 +135,13 @@ class DataLoader:
             None by default.
         device_ahead: Batches to copy to the device before the training loop requests them, at least 0; 2 by default.
             Each occupies device memory.
+        on_error: What to do if the dataset raises an exception for a sample. ``"raise"`` (the default) raises it in
+            ``next()``, as torch. ``"skip"`` omits the sample, so that the batch is shorter, and ``"replace"`` uses
+            another sample of the dataset, chosen by seed, epoch, batch and position; both retry the sample first.
+            Requires a map-style dataset.
+        error_retries: Number of retries before a sample is skipped or replaced; 2 by default.
+        max_errors: Fraction of the samples of an epoch that may be skipped or replaced, at least one sample; 0.01 by
+            default. If more fail, ``next()`` raises `TooManyErrors`.
         sharding: With ``output="jax"``, a jax.sharding.Sharding that distributes the arrays over devices; each process
             provides its part (``jax.make_array_from_process_local_data``). None (the default) is JAX's default device.
 
@@ -178,6 +186,9 @@ class DataLoader:
         device_transform: Callable[[Any], Any] | None = None,
         device_ahead: int = DEFAULT_DEVICE_AHEAD,
         sharding: Any = None,
+        on_error: OnError = "raise",
+        error_retries: int = 2,
+        max_errors: float = 0.01,
     ) -> None:
         self._remote = remote = find_dataset(dataset, num_workers)
         check(
@@ -200,6 +211,8 @@ class DataLoader:
         self.multiprocessing_context = as_context(multiprocessing_context)
         self.device, self.device_transform, self.device_ahead = device, device_transform, device_ahead
         self.sharding = sharding
+        check_errors(on_error, max_errors, iterable=remote.iterable)
+        self.max_errors = max_errors
         self.batch_size, self.drop_last = (batch_size, drop_last) if batch_sampler is None else (None, False)
         self.sampler, self.batch_sampler = sampler, batch_sampler
         self._seed, self._max_batch_bytes = seed, max_batch_bytes
@@ -207,7 +220,7 @@ class DataLoader:
         self._spec = LoaderSpec(
             dataset=remote.name, batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(self.drop_last),
             seed=seed or 0, rank=rank or 0, world_size=1 if world_size is None else world_size, tail=tail,
-            checksum=checksum, compression=compression,
+            checksum=checksum, compression=compression, on_error=on_error, error_retries=error_retries,
             collate=self._name_on_server("collate_fn"), worker_init=self._name_on_server("worker_init_fn"),
         )  # fmt: skip
         # torch's rank is read at each use, because the loader may be created before the process group
@@ -403,6 +416,7 @@ class DataLoader:
             max_batch_bytes=self._max_batch_bytes,
             transform=self.device_transform,
             device_ahead=self.device_ahead,
+            max_errors=self.max_errors,
             before=self._measures,
         )
 

@@ -28,6 +28,8 @@ class Position(NamedTuple):
     """State of each shard of an iterable-style dataset, None for a shard without a state; None without any states."""
     sampler: dict[str, Any] | None = None
     """State of a client-side sampler (see `sampling.SamplerStates`); None if it is not stateful."""
+    errors: int = 0
+    """Number of samples in the earlier batches of the epoch that were skipped or replaced."""
 
     def check(self) -> None:
         """Check that the states of the user's dataset and sampler are serializable.
@@ -57,6 +59,8 @@ def save(
         state["base_seed"] = position.base_seed
     if generators:
         state["generators"] = dict(generators)
+    if position.errors:
+        state["errors"] = position.errors
     if global_batch_size is not None:
         return {**state, "samples": position.batch * global_batch_size}
     if position.shard_states is not None:
@@ -92,6 +96,7 @@ def load(
         _optional(state, "base_seed", int),
         None if shard_states is None else tuple(shard_states),
         _sampler(state),
+        _optional(state, "errors", int) or 0,
     )
     return position, _optional(state, "generators", dict) or {}
 

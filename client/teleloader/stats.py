@@ -53,6 +53,8 @@ class LoaderStats:
     """Connections that were reopened after they broke or a server closed them."""
     hedges: int
     """Batches that were also requested from a second server, because the first one was slow."""
+    errors: int
+    """Samples of the epoch that were skipped or replaced (``on_error``), including those before a saved state."""
 
 
 class Measures:
@@ -75,6 +77,7 @@ class Measures:
         self.decode = 0.0
         self.reconnects = 0
         self.hedges = 0
+        self.errors = 0
         self._epoch = epoch
         self._buffers = buffers
         self._number: int | None = None
@@ -153,6 +156,7 @@ class Measures:
             late_copies=self.late_copies,
             reconnects=self.reconnects,
             hedges=self.hedges,
+            errors=self.errors,
         )
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -176,6 +176,42 @@ class Failure:
     """First 1,000 sample indices of the batch; indices that do not fit into 64 bits are omitted."""
     worker: int
     """ID of the worker that failed; -1 for the server's own process."""
+    sample: int | None = None
+    """Index of the sample whose loading failed; None if it is unknown, or the failure is not of a single sample."""
+
+
+class Substitution(NamedTuple):
+    """Sample that failed, and was skipped or replaced."""
+
+    position: int
+    """Position of the sample in the index list of the batch."""
+    sample: int | None
+    """Index of the sample; None if it is not an integer."""
+    replacement: int | None
+    """Index of the sample in its place; None if the sample was skipped."""
+    error: str
+    """Type and message of the exception."""
+
+
+class Substituted(NamedTuple):
+    """Samples of a batch that were skipped or replaced."""
+
+    samples: int
+    """Length of the index list of the batch."""
+    substitutions: Sequence[Substitution]
+    """In the order of the positions; not empty."""
+
+    @classmethod
+    def read(cls, fields: object) -> Substituted:
+        """Validate the header field of a frame, or the field of a message.
+
+        Raises:
+            ProtocolError: If the field is invalid.
+        """
+        match fields:
+            case [int(samples), [_, *_] as items] if samples > 0:
+                return cls(samples, [_read_substitution(item) for item in items])
+        raise ProtocolError(f"invalid frame: expected [samples, [substitution, ...]], got {short(fields)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +238,8 @@ class Frame(NamedTuple):
     """State of the shard after the batch (`user_state.pack`); None if the dataset is not stateful."""
     memory: int = 0
     """Upper bound of the memory that the frame takes, in bytes: receive buffer, decompressed arrays and objects."""
+    substituted: Substituted | None = None
+    """Skipped and replaced samples; None if there are none."""
 
 
 class FrameWriter:
@@ -212,6 +250,7 @@ class FrameWriter:
         content: The batch, a `Failure` or an `End`.
         padding: Number of samples at the end of the batch that repeat earlier ones (`Plan.padding`).
         shard_state: State of the shard after the batch (`user_state.pack`); None if the dataset is not stateful.
+        substituted: Skipped and replaced samples; None if there are none.
         name: Name of the content in error messages.
         checksum: Whether the frame carries a checksum.
         compression: Compression of the arrays; None for no compression. The constructor compresses, not `write`.
@@ -230,6 +269,7 @@ class FrameWriter:
         *,
         padding: int = 0,
         shard_state: str | None = None,
+        substituted: Substituted | None = None,
         name: str = "batch",
         checksum: bool = True,
         compression: Compression | None = None,
@@ -239,11 +279,12 @@ class FrameWriter:
         self._number: bytes = msgpack.packb(batch_id.batch)
         leaves: list[Leaf] = []
         # compressed arrays vary in size, and the states of shards in length
-        tree = layout(content, leaves) if compression is None and shard_state is None else None
+        is_regular = compression is None and shard_state is None and substituted is None
+        tree = layout(content, leaves) if is_regular else None
         key = (batch_id.loader, batch_id.epoch, len(self._number), padding, max_bytes, tree)
         found = None if tree is None else _layouts.get(key)
         if found is None:
-            header, leaves = _header(batch_id, content, padding, shard_state, name, compression, max_bytes)
+            header, leaves = _header(batch_id, content, padding, shard_state, substituted, name, compression, max_bytes)
             found = _lay_out(batch_id, header, leaves, max_bytes)
             if tree is not None and len(header) <= _MAX_KEPT_HEADER:
                 if len(_layouts) >= _MAX_KEPT_LAYOUTS:
@@ -309,6 +350,7 @@ def _header(
     content: object,
     padding: int,
     shard_state: str | None,
+    substituted: Substituted | None,
     name: str,
     compression: Compression | None,
     max_bytes: int,
@@ -324,6 +366,8 @@ def _header(
         header["end"] = {name: getattr(content, name) for name in End.__slots__}
     else:
         header["padding"] = padding
+        if substituted is not None:
+            header["substituted"] = substituted
         header["tree"], leaves = flatten(content, name)
     size = sum(map(_size, leaves))
     if size > max_bytes:
@@ -541,7 +585,9 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
     shard_state = header.get("shard_state")
     if shard_state is not None and not isinstance(shard_state, str):
         raise ProtocolError(f"invalid frame: shard_state must be a string, got {short(shard_state)}")
-    return Frame(batch_id, content, padding, size, shard_state, size + HEADER_COST * header_size + segments.unpacked)
+    substituted = Substituted.read(header["substituted"]) if "substituted" in header else None
+    memory_cost = size + HEADER_COST * header_size + segments.unpacked
+    return Frame(batch_id, content, padding, size, shard_state, memory_cost, substituted)
 
 
 class _Array(NamedTuple):
@@ -599,7 +645,7 @@ class _ReadLayout:
 
     def _run(self, memory: Memory, count: int, numbers: Iterator[int]) -> Iterator[Frame]:
         """Return the `count` frames that fill `memory`."""
-        (loader, epoch, _), _, padding, size, _, cost = self.frame
+        (loader, epoch, _), _, padding, size, _, cost, _ = self.frame
         columns = [
             memory.leaves(range(offset, offset + count * size, size), dtype_name, shape, kind)
             for offset, dtype_name, shape, kind in self.arrays
@@ -753,6 +799,7 @@ def _failure_fields(failure: Failure) -> dict[str, Any]:
         "traceback": _text(failure.traceback),
         "indices": [index for index in failure.indices[:MAX_INDICES] if -(2**63) <= index < 2**64],
         "worker": failure.worker,
+        **({} if failure.sample is None else {"sample": failure.sample}),
     }
 
 
@@ -769,11 +816,23 @@ def _read_failure(fields: object) -> Failure:
             "traceback": str(traceback),
             "indices": list(indices),
             "worker": int(worker),
+            **others,
         }:
             kept = [i for i in indices[:MAX_INDICES] if isinstance(i, int)]
+            sample = others.get("sample")
             # the end of a traceback names the line that failed
-            return Failure(type_name[:MAX_TEXT], message[:MAX_TEXT], traceback[-MAX_TEXT:], kept, worker)
+            return Failure(
+                type_name[:MAX_TEXT], message[:MAX_TEXT], traceback[-MAX_TEXT:], kept, worker,
+                sample if isinstance(sample, int) else None,
+            )  # fmt: skip
     raise ProtocolError(f"invalid failure {short(fields)}: expected the fields {', '.join(Failure.__slots__)}")
+
+
+def _read_substitution(fields: object) -> Substitution:
+    match fields:
+        case [int(position), None | int() as sample, None | int() as replaced, str(error)]:
+            return Substitution(position, sample, replaced, error[:MAX_TEXT])
+    raise ProtocolError(f"invalid frame: expected [position, sample, replacement, error], got {short(fields)}")
 
 
 def _read_end(fields: object) -> End:

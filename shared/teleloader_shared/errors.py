@@ -21,6 +21,7 @@
     │   └── Forbidden                              the token lacks permission
     ├── TlsError                                   TLS handshake failed, or a certificate file cannot be loaded
     ├── LoaderTimeout           (RuntimeError)     a batch exceeded ``timeout``, or the server's limit per batch
+    ├── TooManyErrors           (RuntimeError)     more samples failed than ``max_errors`` permits
     ├── WorkerDied              (RuntimeError)     no worker can compute the batch
     └── RemoteError             (RuntimeError)     exception of user code whose type is not builtin
 
@@ -113,6 +114,10 @@ class TlsError(TeleloaderError):
 
 class LoaderTimeout(TeleloaderError, RuntimeError):
     """A batch did not arrive within the loader's ``timeout``, or exceeded the server's per-batch time limit."""
+
+
+class TooManyErrors(TeleloaderError, RuntimeError):
+    """More samples of the epoch were skipped or replaced than ``max_errors`` permits."""
 
 
 class WorkerDied(TeleloaderError, RuntimeError):

@@ -16,12 +16,14 @@ from teleloader_shared.units import counted
 Tail = Literal["pad", "drop", "uneven"]
 Compression = Literal["zstd", "lz4"]
 Order = Literal["plan", "client"]
+OnError = Literal["raise", "skip", "replace"]
 
 MAX_BATCH_SIZE: Final = 2**20
 MAX_WORLD_SIZE: Final = 2**20
 MAX_EPOCH: Final = 2**62
 MAX_PRIVATE_WORKERS: Final = 1024
 MAX_NAME: Final = 512
+MAX_ERROR_RETRIES: Final = 100
 MAX_STATES: Final = 768 * 1024
 """Maximum total length of the states of all shards, in characters, divided equally among the shards: the states are
 part of the registration request, which is limited to `max_spec_bytes` (1 MiB by default)."""
@@ -69,6 +71,11 @@ class LoaderSpec:
     """Name of one of the dataset's collate functions; None for the dataset's default."""
     worker_init: str | None = None
     """Name of one of the dataset's worker-init functions, for a private worker pool; None for the dataset's default."""
+    on_error: OnError = "raise"
+    """Reaction to an exception of a map-style dataset for a sample: ``raise`` fails the batch; after `error_retries`
+    retries, ``skip`` omits the sample, and ``replace`` uses another sample (`orders.replacement`)."""
+    error_retries: int = 2
+    """Number of retries of a failed sample before it is skipped or replaced."""
     session: str | None = None
     """Unique ID of a private session, whose batches only one client reads; None if equal specs share their batches.
 
@@ -116,6 +123,10 @@ class LoaderSpec:
         self._check_session()
         _choice("tail", self.tail, get_args(Tail))
         _choice("compression", self.compression, (None, *get_args(Compression)))
+        _choice("on_error", self.on_error, get_args(OnError))
+        _whole("error_retries", self.error_retries, 0, MAX_ERROR_RETRIES)
+        if self.on_error == "skip" and self.batch_size is None:
+            raise InvalidSpec('on_error="skip" requires batch_size: set batch_size, or on_error="replace"')
 
     def _check_session(self) -> None:
         for name in ("collate", "worker_init", "session"):

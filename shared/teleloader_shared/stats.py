@@ -48,6 +48,8 @@ class ErrorCount:
     """First 20 sample indices of the latest failed batch."""
     age: float
     """Time since the latest failure."""
+    sample: int | None = None
+    """Index of the sample that failed last; None if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class SlowBatch:
     """Duration of the batch's ``fetch`` stage (`DatasetStats.stages`)."""
     indices: list[int]
     """First 20 sample indices of the batch."""
+    sample: int | None = None
+    """Index of the sample that took longest; None if it is unknown, for example if samples take less than 20 us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,8 @@ class DatasetStats:
     """The five batches with the longest fetch stage, slowest first."""
     errors: list[ErrorCount]
     """At most twenty exception types, latest first."""
+    samples_substituted: int = 0
+    """Samples that were skipped or replaced because the dataset raised an exception (``on_error``)."""
 
 
 @dataclass(frozen=True, slots=True)

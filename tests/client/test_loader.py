@@ -188,6 +188,7 @@ def test_what_is_exported() -> None:
         "AccessDenied", "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged",
         "DecodeError", "EncodeError", "Forbidden", "InvalidSpec", "LoaderStats", "LoaderTimeout", "ProtocolError",
         "RemoteDataset", "RemoteError", "ServerUnavailable", "StateMismatch", "TeleloaderError", "TlsError",
-        "Unauthorized", "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied", "__version__", "register",
+        "TooManyErrors", "Unauthorized", "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied",
+        "__version__", "register",
     }  # fmt: skip
     assert all(hasattr(teleloader, name) for name in teleloader.__all__)

@@ -573,6 +573,14 @@ def _(server: ServerProcess) -> str:
     return raised_by(lambda: list(loader))
 
 
+@meets("Too many failed samples")
+def _(server: ServerProcess) -> str:
+    loader = DataLoader(
+        RemoteDataset(server.url, "raising"), 8, sampler=[*range(62), 17, 62], on_error="skip", output="numpy"
+    )
+    return raised_by(lambda: list(loader))
+
+
 @meets("Batch too large")
 def _(server: ServerProcess) -> str:
     loader = DataLoader(RemoteDataset(server.url, "large"), sampler=[17], output="numpy")

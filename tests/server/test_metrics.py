@@ -43,7 +43,7 @@ def task(k: int, *, indices: bytes | None = None, spec: LoaderSpec = SPEC) -> Ta
 
 def report(fetch: float = 0.01, *, failed: bool = False, cpu_wait: float = 0.0) -> GroupReport:
     """Return the report of a batch."""
-    return GroupReport([50], failed=failed, stages=[[fetch], [0.002], [0.001]], cpu_wait=cpu_wait)
+    return GroupReport([50], failed=failed, stages=[[fetch], [0.002], [0.001]], cpu_wait=cpu_wait, slowest=[None])
 
 
 def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", indices: tuple[int, ...] = ()) -> None:

@@ -16,7 +16,11 @@ from teleloader_server.workers.messages import Done, Load, Message, decode, enco
 small = st.integers(0, 2**40)
 anything = st.none() | st.booleans() | small | st.text(max_size=5)
 times = st.lists(st.lists(st.floats(0)))
-reports = st.builds(GroupReport, st.lists(small), failed=st.booleans(), stages=times, cpu_wait=st.floats(0))
+substituted = st.lists(st.tuples(small, st.just([1, [[0, None, 5, "ValueError: x"]]])).map(list))
+reports = st.builds(
+    GroupReport, st.lists(small), failed=st.booleans(), stages=times, cpu_wait=st.floats(0), substituted=substituted,
+    slowest=st.lists(st.none() | small),
+)  # fmt: skip
 STRATEGIES = {
     "int": small,
     "str": st.text(max_size=9),
@@ -29,6 +33,7 @@ STRATEGIES = {
     "Mapping[str, Any] | None": st.none() | st.dictionaries(st.text(max_size=5), anything),
     "Sequence[Mapping[str, Any]]": st.lists(st.dictionaries(st.text(max_size=5), anything)),
     "bytes | int": st.binary(max_size=9) | small,
+    "Sequence[tuple[int, Sequence[Any]]]": substituted,
     "GroupReport": reports,
 }
 
@@ -70,4 +75,4 @@ def test_a_large_index_list_is_not_copied() -> None:
     """The index list is the last item, as `Channel.put` requires."""
     assert list(get_type_hints(Load))[-1] == "indices"
     indices = b"x" * 100
-    assert encode(Load(1, "key", 2, 3, 1, 1, 0, indices))[-1] is indices
+    assert encode(Load(1, "key", 2, 3, 1, 1, 0, [], indices))[-1] is indices

@@ -176,8 +176,8 @@ def test_an_unknown_field_is_refused() -> None:
         LoaderSpec.from_json({"dataset": "d", "batchsize": 4})
     assert str(caught.value) == (
         "unknown field 'batchsize' in the loader spec: expected one of dataset, fingerprint, batch_size, shuffle, "
-        "drop_last, order, seed, rank, world_size, tail, checksum, compression, collate, worker_init, session, "
-        "num_workers, shard_states, resumed_epoch, in_process, delivered"
+        "drop_last, order, seed, rank, world_size, tail, checksum, compression, collate, worker_init, on_error, "
+        "error_retries, session, num_workers, shard_states, resumed_epoch, in_process, delivered"
     )
 
 
@@ -219,6 +219,8 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("compression", 'one of null, "zstd", "lz4"', ("", "gzip", 0, False, ["zstd"], {})),
     ("collate", "null or a string of 1 to 512 characters", NOT_NAMES),
     ("worker_init", "null or a string of 1 to 512 characters", NOT_NAMES),
+    ("on_error", 'one of "raise", "skip", "replace"', ("", "ignore", None, 0, ["skip"])),
+    ("error_retries", "an integer in [0, 100]", (-1, 101, None, 1.0, True, "2")),
     ("session", "null or a string of 1 to 512 characters", NOT_NAMES),
     ("num_workers", "an integer in [0, 1024]", (*NOT_NUMBERS, None, 1025)),
     ("shard_states", "null or a list of length 2", ("", "ab", 4, [], ["a"], ["a", "b", "c"], {"a": 1, "b": 2}, True)),

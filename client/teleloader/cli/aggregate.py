@@ -92,6 +92,7 @@ def _of_datasets(parts: Sequence[DatasetStats]) -> DatasetStats:
         },
         slowest=slowest[:MAX_SLOWEST],
         errors=sorted(map(_of_errors, errors), key=lambda error: error.age),
+        samples_substituted=sum(part.samples_substituted for part in parts),
     )
 
 

@@ -23,7 +23,7 @@ from teleloader.tensors.devices import CopyTimes, Device
 from teleloader.tensors.memory import HostBuffers, pageable_memory
 from teleloader.tensors.output import Output, has_leaves, map_leaves
 from teleloader_shared import dtypes
-from teleloader_shared.codec import BatchId, End, Frame
+from teleloader_shared.codec import BatchId, End, Frame, Substituted
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.orders.plan import Plan
@@ -37,7 +37,7 @@ _HERE: Final = "this process"
 class Epoch(Protocol):
     """Interface of one iteration over a dataset object; implemented by the server package."""
 
-    def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
+    def batch(self, number: int, indices: Any) -> tuple[Any, str | None, Substituted | None]:
         """Load batch `number`.
 
         Args:
@@ -46,8 +46,8 @@ class Epoch(Protocol):
                 iterable-style dataset.
 
         Returns:
-            A tuple of the batch, or of `End` after the last batch, and the shard state. The shard state is None if the
-            dataset is map-style or not stateful.
+            A tuple of the batch, or of `End` after the last batch, the shard state, and the skipped and replaced
+            samples. The shard state is None if the dataset is map-style or not stateful.
 
         Raises:
             BaseException: If the dataset or the collate function raises an exception; it is raised unchanged.
@@ -257,9 +257,9 @@ class DirectReceiver:
 
     def _frame(self) -> Frame:
         batch_id = self._batch_id._replace(batch=self.scheduler.taken)
-        state = None
+        state = substituted = None
         try:
-            content, state = self._epoch.batch(batch_id.batch, self._indices(batch_id.batch))
+            content, state, substituted = self._epoch.batch(batch_id.batch, self._indices(batch_id.batch))
             if isinstance(content, End):
                 self.scheduler.stop = batch_id.batch + 1
             else:
@@ -269,7 +269,7 @@ class DirectReceiver:
             return Frame(batch_id, _stopped(stop), 0, 0, state)
         except Exception as error:  # noqa: BLE001 - raised in place of the batch
             return Frame(batch_id, Raised(error), 0, 0, state)
-        return Frame(batch_id, content, 0, 0, state)
+        return Frame(batch_id, content, 0, 0, state, substituted=substituted)
 
     def _indices(self, number: int) -> Any:
         if self._iterable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -25,10 +26,14 @@ from teleloader.sampling import IndexLists, SamplerStates
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.devices import is_out_of_memory
-from teleloader_shared.codec import BatchId, End, Failure, Frame
-from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.codec import BatchId, End, Failure, Frame, Substituted
+from teleloader_shared.errors import TeleloaderError, TooManyErrors
 from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.text import sentence
+from teleloader_shared.units import counted
+
+logger = logging.getLogger("teleloader")
 
 
 class Delivery(NamedTuple):
@@ -83,13 +88,15 @@ class Progress:
 
     def after(self, frame: Frame, shards: int) -> tuple[Position, None]:
         """Return the value of `state` after the delivery of the batch in `frame`."""
-        epoch, batch, random, base_seed, states, sampler = self.state[0]
+        epoch, batch, random, base_seed, states, sampler, errors = self.state[0]
         if frame.shard_state is not None:
             place = frame.batch_id.batch % shards
             states = states or (None,) * shards
             states = (*states[:place], frame.shard_state, *states[place + 1 :])
         # _replace() takes twice as long, for each batch
-        return Position(epoch, batch + 1, random, base_seed, states, sampler), None
+        if frame.substituted is not None:
+            errors += len(frame.substituted.substitutions)
+        return Position(epoch, batch + 1, random, base_seed, states, sampler, errors), None
 
     @property
     def position(self) -> Position:
@@ -138,6 +145,8 @@ class Iteration:
     """Copies batches to a device; None if batches stay in host memory."""
     transform: Callable[[Any], Any] | None
     """Applied to each batch in the training loop's thread; None for no transform."""
+    max_errors: float
+    """Fraction of the samples of the epoch that may be skipped or replaced."""
     # attributes instead of properties: next() reads them ten times for each batch
     reorder_buffer: ReorderBuffer | DirectReceiver = field(init=False)
     scheduler: RangeScheduler = field(init=False)
@@ -147,6 +156,34 @@ class Iteration:
         self.reorder_buffer = self.receiver.reorder_buffer
         self.scheduler = self.reorder_buffer.scheduler
         self.measures = self.reorder_buffer.measures
+
+    def count_errors(self, batch_id: BatchId, substituted: Substituted) -> TooManyErrors | None:
+        """Log and count the skipped and replaced samples of a batch; return an error if there are too many.
+
+        The number of batches of the epoch is that of the sampler, or that of the received batches if it is unknown.
+        """
+        for found in substituted.substitutions:
+            sample = (
+                f"sample {found.sample}" if found.sample is not None else f"the sample at position {found.position}"
+            )
+            done = "skipped" if found.replacement is None else f"replaced by sample {found.replacement}"
+            logger.warning(
+                "%s of batch %d of epoch %d failed, and was %s: %s",
+                sample, batch_id.batch, batch_id.epoch, done, sentence(found.error),
+            )  # fmt: skip
+        self.measures.errors = errors = self.progress.next.errors + len(substituted.substitutions)
+        batches = batch_id.batch + 1
+        with suppress(TypeError):  # a sampler without a length
+            batches = batches if self.batches is None else max(batches, len(self.batches))
+        samples = batches * substituted.samples
+        if errors <= max(1, int(self.max_errors * samples)) and self.max_errors > 0:
+            return None
+        last = substituted.substitutions[-1]
+        return TooManyErrors(
+            f"{counted(errors, 'sample')} of epoch {batch_id.epoch} failed, of {samples:,} samples: more than "
+            f"max_errors={self.max_errors:g}. The last one was sample {last.sample}: {sentence(last.error)}. Remove "
+            "the samples from the dataset, or increase max_errors"
+        )
 
     def feed(self, *, taking: bool = False) -> None:
         """Draw index lists from a client-side sampler and queue the requests for these batches.
@@ -358,6 +395,10 @@ class LoaderIterator:
             return Delivery(frame, raised=Raised(exception_of(frame.content, frame.batch_id, arrived.url)))
         if isinstance(frame.content, Raised):
             return Delivery(frame, raised=frame.content)
+        if frame.substituted is not None:
+            error = current.count_errors(frame.batch_id, frame.substituted)
+            if error is not None:
+                return Delivery(frame, raised=Raised(error))
         try:
             batch = frame.content if current.stager is None else current.stager.use(frame)
             return Delivery(frame, batch if current.transform is None else current.transform(batch))

@@ -19,7 +19,7 @@ from teleloader_server.loading.stages import STAGES, Fetch
 from teleloader_server.loading.tasks import GroupReport, Task, indices_of
 from teleloader_server.workers.pool import Lease
 from teleloader_shared import codec
-from teleloader_shared.codec import Failure
+from teleloader_shared.codec import Failure, Substituted
 from teleloader_shared.histogram import Histogram
 from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.stats import WINDOW, ErrorCount, SlowBatch
@@ -71,11 +71,14 @@ class _Error:
 class _Slow(NamedTuple):
     seconds: float
     task: Task
+    sample: int | None
 
     def record(self) -> SlowBatch:
         """Convert to a `SlowBatch` record of ``/stats``."""
         batch_id = self.task.batch_id
-        return SlowBatch(batch_id.batch, batch_id.epoch, batch_id.loader, self.seconds, _shown_indices(self.task))
+        return SlowBatch(
+            batch_id.batch, batch_id.epoch, batch_id.loader, self.seconds, _shown_indices(self.task), self.sample
+        )
 
 
 class DatasetCounters:
@@ -87,6 +90,7 @@ class DatasetCounters:
         self.nbytes = 0
         self.failed = 0
         self.retried = 0
+        self.substituted = 0
         self.samples = 0
         self.waiting = 0.0
         """Total seconds for which consumers waited for batches that were not ready."""
@@ -106,11 +110,11 @@ class DatasetCounters:
         self.computed_window.mark(now, self.samples)
         self.sent_window.mark(now, self.sent, self.nbytes)
 
-    def slow(self, seconds: float, task: Task) -> None:
-        """Record a batch with its fetch time in seconds; keep only the `SLOWEST` slowest batches."""
+    def slow(self, seconds: float, task: Task, sample: int | None) -> None:
+        """Record a batch with its fetch time in seconds and its slowest sample; keep only the `SLOWEST` slowest."""
         if task.indices is not None and len(task.indices) > MAX_KEPT_LIST:
             task = task._replace(indices=None)
-        self._slowest.append(_Slow(seconds, task))
+        self._slowest.append(_Slow(seconds, task, sample))
         self._slowest.sort(key=lambda slow: slow.seconds, reverse=True)
         del self._slowest[SLOWEST:]
         if len(self._slowest) == SLOWEST:
@@ -123,6 +127,10 @@ class DatasetCounters:
     def fail(self, failure: Failure) -> bool:
         """Count a failed batch by exception type; return True for the first failure with this type."""
         self.failed += 1
+        return self.count_error(failure)
+
+    def count_error(self, failure: Failure) -> bool:
+        """Count an exception by type; return True for the first one of this type."""
         known = self._errors
         name = failure.type[:MAX_TYPE]
         if name not in known and len(known) >= MAX_ERROR_TYPES - 1:
@@ -144,6 +152,7 @@ class DatasetCounters:
                 last=error.failure.message[:MAX_MESSAGE],
                 traceback=error.failure.traceback[-MAX_TRACEBACK:],
                 indices=error.failure.indices[:MAX_SHOWN_INDICES],
+                sample=error.failure.sample,
                 age=max(0.0, now - error.when),
             )
             for name, error in latest
@@ -411,13 +420,25 @@ class PoolCounters:
         dataset.samples += sum(report.samples)
         fetched = report.stages[_FETCH]
         if max(fetched) > dataset.slow_from:
-            for task, fetch in zip(tasks, fetched, strict=True):
+            for task, fetch, sample in zip(tasks, fetched, report.slowest, strict=True):
                 if fetch > dataset.slow_from:
-                    dataset.slow(fetch, task)
+                    dataset.slow(fetch, task, sample)
         if report.failed:
             content = codec.read(codec.Bits(frames[-1])).content
             if isinstance(content, Failure) and dataset.fail(content):
                 _log(tasks[-1], content)
+
+    def substituted(self, task: Task, substituted: Substituted) -> None:
+        """Count the skipped and replaced samples of a batch, and log the first one with each type of exception."""
+        counters = self._metrics.datasets[task.spec.dataset]
+        for position, index, replacement, error in substituted.substitutions:
+            counters.substituted += 1
+            kind, _, message = error.partition(": ")
+            listed = [] if index is None else [index]
+            if counters.count_error(Failure(kind, message, "", listed, -1, index)):
+                done = "skipped" if replacement is None else f"replaced by sample {replacement}"
+                sample = f"sample {index}" if index is not None else f"the sample at position {position}"
+                logger.warning("%s of dataset %s failed, and was %s: %r", sample, task.spec.dataset, done, error)
 
     def retried(self, dataset: str) -> None:
         """Count a batch that is recomputed after the exit of its worker."""

@@ -47,7 +47,7 @@ from teleloader_server.dispatch.store import Store
 from teleloader_server.dispatch.worker_loads import WorkerLoads
 from teleloader_server.loading.tasks import GROUP_BYTES, GROUP_SECONDS, Task
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
-from teleloader_shared.codec import BatchId
+from teleloader_shared.codec import BatchId, Substituted
 from teleloader_shared.spec import MAX_EPOCH
 
 MAX_ATTEMPTS: Final = 3
@@ -66,6 +66,8 @@ QUEUE_SECONDS: Final = 0.01
 MAX_QUEUE: Final = 256
 LEAVE_SECONDS: Final = 10.0
 """Seconds after the last request of all others until a capped principal or consumer may use all workers again."""
+MAX_SUBSTITUTED: Final = 10_000
+"""Maximum number of batches of an epoch whose skipped and replaced samples are kept."""
 LOSS_SECONDS: Final = 1.0
 """Minimum worker time in seconds that is charged to a consumer if a worker exits while computing its batch."""
 
@@ -287,6 +289,12 @@ class Dispatcher:
             self._loads.update(worker)
         self.store.deaths.pop(batch_id, None)
         self._charge(self.store.finished(batch_id, frame), seconds)
+
+    def substituted(self, batch_id: BatchId, substituted: Substituted) -> None:
+        """Keep the skipped and replaced samples of a batch for the epoch, up to `MAX_SUBSTITUTED` batches."""
+        kept = self.store.state(batch_id[:2]).substituted
+        if len(kept) < MAX_SUBSTITUTED:
+            kept[batch_id.batch] = substituted
 
     def _charge(self, batch: Batch, seconds: float) -> None:
         """Charge a batch to its consumer and principal, given its total computing time in seconds so far."""

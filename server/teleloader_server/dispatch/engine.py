@@ -23,7 +23,7 @@ from teleloader_server.loading.tasks import GroupReport, Task, indices_of
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import Lease, Pool, WorkerState
 from teleloader_shared import tracing
-from teleloader_shared.codec import BatchId, Failure, to_bytes
+from teleloader_shared.codec import BatchId, Failure, Substituted, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
 from teleloader_shared.messages import DatasetInfo
 
@@ -276,6 +276,10 @@ class Engine:
             made = Made(now, worker, stages) if self._traces else None
             frame = ReadyFrame(raw, report.failed and place == last, made)
             self._dispatcher.finished(worker, task.batch_id, frame, sum(stages))
+        for place, fields in report.substituted:
+            found = Substituted.read(fields)
+            self._dispatcher.substituted(tasks[place].batch_id, found)
+            self.tally.substituted(tasks[place], found)
         self._decide_soon()
 
     def _request_for(self, batch_id: BatchId) -> str | None:
@@ -308,7 +312,8 @@ class Engine:
                 continue
             indices = indices_of(task)
             kind, message = _error_of(worker_exit)
-            failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker)
+            sample = worker_exit.sample if task.batch_id == worker_exit.batch_id else None
+            failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker, sample)
             self.tally.batch_failed(task.spec.dataset, failure)
             frame = to_bytes(task.batch_id, failure, checksum=task.spec.checksum)
             self._dispatcher.finished(None, task.batch_id, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
@@ -337,7 +342,9 @@ class Engine:
         index_list = consumer.index_list if spec.order == "client" else lambda k: None
         owner = consumer.principal_share.quota.owners.get(spec.dataset, 0)
         ids = [batch.batch_id for batch in batches]
-        self.pool.submit(worker, [Task(spec, length, each, index_list(each.batch), owner) for each in ids])
+        kept = consumer.state.substituted
+        tasks = [Task(spec, length, each, index_list(each.batch), owner, kept.get(each.batch)) for each in ids]
+        self.pool.submit(worker, tasks)
 
     def forget_idle(self) -> None:
         """Remove idle consumers, and up to `FORGOTTEN_TOGETHER` loaders that no consumer uses."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from teleloader_server.config import IndexKind
 from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Quota
 from teleloader_server.workers.pool import Lease
-from teleloader_shared.codec import BatchId
+from teleloader_shared.codec import BatchId, Substituted
 from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.rendezvous import Capacity
@@ -309,6 +309,8 @@ class EpochState:
     consumers: list[Consumer] = field(default_factory=list)
     waiters: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
     """Callbacks of the requests that wait for a batch, by batch number, including batches that are not started yet."""
+    substituted: dict[int, Substituted] = field(default_factory=dict)
+    """Skipped and replaced samples, by batch number, so that a batch that is computed again has the same ones."""
 
     def frame(self, k: int) -> ReadyFrame | None:
         """Return the frame of batch k if it is ready, else None."""

@@ -20,7 +20,7 @@ from teleloader_server.loading.stages import STAGES, Encode, Fetch
 from teleloader_server.loading.tasks import Task
 from teleloader_server.loading.worker_info import WorkerScope
 from teleloader_shared import local
-from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, BatchId
+from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, BatchId, Substituted
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
@@ -90,6 +90,7 @@ class DirectEpoch:
     def __init__(self, hosted: HostedDataset, spec: LoaderSpec, epoch: int, *, seeded: bool) -> None:
         self._spec = spec
         self._epoch = epoch
+        self._length = hosted.info.length or 0
         stages = STAGES[STAGES.index(Fetch) : STAGES.index(Encode)]  # the other stages handle frames
         self._loading = Loading({spec.dataset: hosted}, -1, max_batch_bytes=0, seeds=seeded, stages=stages)
         self._random_state: AbstractContextManager[None] = OwnRandomState() if seeded else nullcontext()
@@ -97,8 +98,8 @@ class DirectEpoch:
             with self._random_state:
                 seed_worker(spec.seed, 0)
 
-    def batch(self, number: int, indices: Any) -> tuple[Any, str | None]:
-        """Load a batch; return the batch and the shard state after it.
+    def batch(self, number: int, indices: Any) -> tuple[Any, str | None, Substituted | None]:
+        """Load a batch; return the batch, the shard state after it, and the skipped and replaced samples.
 
         The shard state is None if the dataset is map-style or not stateful. After the last batch of an iterable-style
         dataset, an `End` replaces the batch.
@@ -111,12 +112,12 @@ class DirectEpoch:
         Raises:
             BaseException: If the dataset or the collate function raises an exception; it is raised unchanged.
         """
-        task = Task(self._spec, 0, BatchId("", self._epoch, number))
+        task = Task(self._spec, self._length, BatchId("", self._epoch, number))
         if self._spec.order == "client" and self._spec.batch_size is None:
             indices = [indices]
         with self._random_state:
             batch = self._loading.run(task, indices)
-        return batch.content, batch.state
+        return batch.content, batch.state, batch.substituted
 
     def close(self) -> None:
         """Close the dataset's iterator, so that ``finally`` blocks of generators run."""

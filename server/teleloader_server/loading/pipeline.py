@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.passes import Began, Passes
-from teleloader_server.loading.stages import STAGES, Batch, Context, Place, Stage
+from teleloader_server.loading.stages import NO_SAMPLE, STAGES, Batch, Context, Place, Stage
 from teleloader_server.loading.tasks import Indices, Report, Task
 from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Failure, FrameWriter
 
@@ -78,9 +78,10 @@ class Loading:
             if isinstance(error, SystemExit) and self._exits:
                 raise
             nbytes = self._write_failure(task, error, batch.indices, place)
+            self.context.sample[0] = NO_SAMPLE
             batch.count_time()
             return nbytes, Report(batch.count, True, batch.seconds)
-        return len(batch.frame), Report(batch.count, False, batch.seconds)
+        return len(batch.frame), Report(batch.count, False, batch.seconds, batch.substituted, self.context.slowest)
 
     def frame(self, task: Task, error: BaseException | None = None) -> tuple[NDArray[np.uint8], Report]:
         """Load a batch into newly allocated memory; return its frame and the report.
@@ -114,11 +115,24 @@ class Loading:
         """
         batch = Batch(task, _new_buffer, enumerate(self._stages), [0.0] * len(self._stages), indices, has_indices=True)
         batch.hosted = self._hosted[task.spec.dataset]
-        batch.run_remaining()
+        try:
+            batch.run_remaining()
+        except Exception as error:
+            if self._sample is not None:
+                error.add_note(f"The error occurred at sample index {self._sample}.")
+            raise
+        finally:
+            self.context.sample[0] = NO_SAMPLE
         return batch
 
+    @property
+    def _sample(self) -> int | None:
+        """Index of the sample that is being fetched, if it is known."""
+        return None if self.context.sample[0] == NO_SAMPLE else self.context.sample[0]
+
     def _write_failure(self, task: Task, error: BaseException, indices: Indices, place: Place) -> int:
-        writer = FrameWriter(task.batch_id, describe(error, indices, self._worker), checksum=task.spec.checksum)
+        failure = describe(error, indices, self._worker, self._sample)
+        writer = FrameWriter(task.batch_id, failure, checksum=task.spec.checksum)
         writer.write(place(writer.nbytes))
         return writer.nbytes
 
@@ -135,7 +149,7 @@ def _check_placed(batch: Batch, buffer: NDArray[np.uint8]) -> None:
         )
 
 
-def describe(error: BaseException, indices: Indices, worker: int) -> Failure:
+def describe(error: BaseException, indices: Indices, worker: int, sample: int | None = None) -> Failure:
     """Convert an exception to the failure record that is sent to the client."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -151,7 +165,7 @@ def describe(error: BaseException, indices: Indices, worker: int) -> Failure:
     numbers = [
         index for index in (first.tolist() if isinstance(first, np.ndarray) else first) if isinstance(index, int)
     ]
-    return Failure(type=name, message=message[:MAX_TEXT], traceback=_cut(text), indices=numbers, worker=worker)
+    return Failure(name, message[:MAX_TEXT], _cut(text), numbers, worker, sample)
 
 
 def _cut(text: str) -> str:

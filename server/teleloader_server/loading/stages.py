@@ -20,9 +20,10 @@ from teleloader_server.loading import index_lists
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.passes import Pass, Passes
 from teleloader_server.loading.random_state import seed_all
+from teleloader_server.loading.substitutes import Substitutes
 from teleloader_server.loading.tasks import Indices, Task, collate, frame_writer
 from teleloader_server.loading.worker_info import was_read
-from teleloader_shared.codec import End
+from teleloader_shared.codec import End, Substituted
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
@@ -30,6 +31,11 @@ from teleloader_shared.protocols import accepts
 Place = Callable[[int], NDArray[np.uint8]]
 """Function that returns a buffer of the requested number of bytes for a frame; a second call replaces the buffer."""
 
+TIMED_FROM: Final = 2e-5
+"""Mean time in seconds to fetch a sample above which each sample of the next batch is timed; below it, the clock would
+take a noticeable part of the time."""
+NO_SAMPLE: Final = -(2**63)
+"""Value of `Context.sample` if no sample is being fetched."""
 _NO_FRAME: Final = np.empty(0, np.uint8)
 
 
@@ -46,6 +52,12 @@ class Context:
     """True to seed random generators as a function of the batch ID; False to seed none."""
     torch_loaded: Callable[[], None]
     """Callback, called if a dataset imports torch while loading a batch."""
+    sample: memoryview[int] | list[int] = field(default_factory=lambda: [NO_SAMPLE])
+    """One item: index of the sample that is being fetched, or `NO_SAMPLE`: between fetches, if the dataset fetches
+    several samples at once, and for indices that are not 64-bit integers. In a worker it is in shared memory, where the
+    server reads it if the worker exits."""
+    slowest: int | None = None
+    """Index of the sample of the last batch whose fetch took longest; None if it is unknown."""
     torch_is_seeded: bool = False
     """True if a worker-init function has seeded torch: batches then do not seed it, as in torch's workers."""
 
@@ -67,6 +79,8 @@ class Batch:
     hosted: HostedDataset = field(init=False)
     padding: int = 0
     """Number of samples at the end of the batch that repeat earlier ones (`Plan.padding`)."""
+    substituted: Substituted | None = None
+    """Skipped and replaced samples; None if there are none."""
     samples: list[Any] | None = None
     """Fetched samples; None before `Fetch`, and after the last batch of an iterable-style dataset."""
     pass_: Pass | None = None
@@ -131,10 +145,13 @@ class Fetch(Stage):
         self._plan = lru_cache(maxsize=64)(Plan)
         self._epochs: dict[str, int] = {}
         """Epoch that was last set on each map-style dataset, by dataset name."""
+        self._is_slow: dict[str, bool] = {}
+        """True if fetching the last batch of a dataset took `TIMED_FROM` per sample, by dataset name."""
 
     def run(self, batch: Batch) -> None:
         """Fetch the samples of a batch; compute the indices if the caller has not set them."""
         task, hosted = batch.task, batch.hosted
+        self._context.slowest = None
         if hosted.info.kind == "iterable":
             batch.pass_ = found = self._context.passes.of(hosted, task)
             batch.samples = found.fetch(task)
@@ -146,7 +163,37 @@ class Fetch(Stage):
         # datasets in the server process itself are shared: the epoch may have changed since the last batch
         if not self._context.owns_datasets or self._epochs.get(hosted.info.name) != epoch:
             self._set_epoch(hosted, epoch)
-        batch.samples = self._fetch(hosted, task, batch.indices)
+        if task.spec.on_error == "raise":
+            batch.samples = self._fetch(hosted, task, batch.indices)
+        else:
+            self._fetch_substituting(batch)
+
+    def _fetch_substituting(self, batch: Batch) -> None:
+        """Fetch the samples of a batch; skip or replace those that fail.
+
+        If a sample fails, all samples are fetched again: random generators are seeded per batch, so the others would
+        otherwise depend on how often a sample failed. The batch that is returned is therefore the same as if it had
+        been computed with its substitutions in the first place, as it is when it is computed again.
+        """
+        task, hosted = batch.task, batch.hosted
+        substitutes = Substitutes(task, batch.indices)
+        while batch.samples is None:
+            try:
+                batch.samples = self._fetch(hosted, task, substitutes.indices)
+            except Exception as error:  # noqa: BLE001 - raised unchanged if no sample is to blame
+                substitutes.failed(self._failures(hosted, task, substitutes.indices), error)
+        batch.padding = substitutes.remaining(batch.padding)
+        batch.indices, batch.substituted = substitutes.indices, substitutes.record()
+
+    def _failures(self, hosted: HostedDataset, task: Task, indices: Indices) -> dict[int, Exception]:
+        """Return the exceptions of the samples that fail if they are fetched one by one, by position."""
+        failed = {}
+        for position in range(len(indices)):
+            try:
+                self._fetch(hosted, task, indices[position : position + 1])
+            except Exception as error:  # noqa: BLE001 - whatever the dataset raises
+                failed[position] = error
+        return failed
 
     def _set_epoch(self, hosted: HostedDataset, epoch: int) -> None:
         self._epochs.pop(hosted.info.name, None)
@@ -194,11 +241,25 @@ class Fetch(Stage):
             found: list[Any] = dataset.__getitems__(numbers)
             return found
         samples: list[Any] = []
+        are_64_bit = _are_64_bit(numbers)
+        sample = self._context.sample if are_64_bit else [NO_SAMPLE]
+        is_timed = are_64_bit and self._is_slow.get(hosted.info.name, True)
+        slowest, longest = None, 0.0
+        began = since = time.perf_counter()
         try:
             for index in numbers:
+                sample[0] = index
                 if per_sample:
                     self._seed("sample", spec.seed, epoch, index if isinstance(index, int) else len(samples))
                 samples.append(dataset[index])
+                if is_timed:
+                    now = time.perf_counter()
+                    if now - since > longest:
+                        slowest, longest = index, now - since
+                    since = now
+            sample[0] = NO_SAMPLE
+            self._context.slowest = slowest
+            self._is_slow[hosted.info.name] = time.perf_counter() - began > TIMED_FROM * len(samples)
         except StopIteration as stop:
             # torch would end the epoch here without an error, and lose samples
             raise RuntimeError(
@@ -210,6 +271,10 @@ class Fetch(Stage):
     def _seed(self, purpose: str, *coordinates: int) -> None:
         if self._context.seeds:
             seed_all(derive_seed(purpose, *coordinates), torch_too=not self._context.torch_is_seeded)
+
+
+def _are_64_bit(indices: list[Any]) -> bool:
+    return set(map(type, indices)) == {int} and min(indices) > -(2**63) and max(indices) < 2**63
 
 
 class Collate(Stage):
@@ -233,7 +298,8 @@ class Encode(Stage):
     def run(self, batch: Batch) -> None:
         """Encode a batch as a frame."""
         task = batch.task
-        writer = frame_writer(task, batch.content, self._context.max_batch_bytes, batch.padding, batch.state)
+        limit = self._context.max_batch_bytes
+        writer = frame_writer(task, batch.content, limit, batch.padding, batch.state, batch.substituted)
         batch.frame = batch.place(writer.nbytes)[: writer.nbytes]
         writer.write(batch.frame)
         if batch.pass_ is None:

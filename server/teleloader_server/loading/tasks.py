@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading import index_lists
 from teleloader_server.loading.datasets import HostedDataset
-from teleloader_shared.codec import MAX_INDICES, BatchId, FrameWriter
+from teleloader_shared.codec import MAX_INDICES, BatchId, FrameWriter, Substituted
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 
@@ -34,6 +34,8 @@ class Task(NamedTuple):
     """Frame with the index list of a client-side sampler; None in seeded order: workers then compute the indices."""
     owner: int = 0
     """Dataset and principal of the batch, as a number, if slots were lent to this principal (`Lender`); else 0."""
+    substituted: Substituted | None = None
+    """Samples that were skipped or replaced when the batch was computed before; None if there were none."""
 
 
 class Report(NamedTuple):
@@ -43,6 +45,10 @@ class Report(NamedTuple):
     failed: bool
     stages: Sequence[float]
     """Time of each stage in seconds, in the order of `stages.STAGES`."""
+    substituted: Substituted | None = None
+    """Skipped and replaced samples; None if there are none."""
+    slowest: int | None = None
+    """Index of the sample whose fetch took longest; None if it is unknown."""
 
 
 class GroupReport(NamedTuple):
@@ -56,19 +62,27 @@ class GroupReport(NamedTuple):
     """Times of each stage in seconds, one per batch; stages in the order of `stages.STAGES`."""
     cpu_wait: float
     """Part of these times for which the worker was ready to run and had no CPU, in seconds."""
+    substituted: Sequence[tuple[int, Substituted]] = ()
+    """Skipped and replaced samples of each batch that has any, with the place of the batch in the group."""
+    slowest: Sequence[int | None] = ()
+    """Index of the slowest sample of each batch (`Report.slowest`)."""
 
     @classmethod
     def of(cls, reports: Sequence[Report], cpu_wait: float) -> GroupReport:
         """Combine the reports on successive batches."""
-        samples, failed, stages = zip(*reports, strict=True)
-        return cls(samples, failed[-1], list(zip(*stages, strict=True)), cpu_wait)
+        samples, failed, stages, substituted, slowest = zip(*reports, strict=True)
+        found = [(place, each) for place, each in enumerate(substituted) if each is not None]
+        return cls(samples, failed[-1], list(zip(*stages, strict=True)), cpu_wait, found, slowest)
 
     def without(self, places: Container[int]) -> GroupReport:
         """Return the report without the batches at the given places."""
         kept = [place for place in range(len(self.samples)) if place not in places]
         stages = [[times[place] for place in kept] for times in self.stages]
         is_last = len(self.samples) - 1 in kept
-        return GroupReport([self.samples[place] for place in kept], self.failed and is_last, stages, self.cpu_wait)
+        substituted = [(kept.index(place), each) for place, each in self.substituted if place in kept]
+        samples = [self.samples[place] for place in kept]
+        slowest = [self.slowest[place] for place in kept]
+        return GroupReport(samples, self.failed and is_last, stages, self.cpu_wait, substituted, slowest)
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
@@ -91,7 +105,14 @@ def collate(hosted: HostedDataset, task: Task, indices: Indices, samples: list[A
     return len(samples), hosted.collate_batch(samples, name)
 
 
-def frame_writer(task: Task, content: object, max_bytes: int, padding: int, shard_state: str | None) -> FrameWriter:
+def frame_writer(
+    task: Task,
+    content: object,
+    max_bytes: int,
+    padding: int,
+    shard_state: str | None,
+    substituted: Substituted | None = None,
+) -> FrameWriter:
     """Create the writer that encodes a batch as a frame."""
     spec = task.spec
     return FrameWriter(
@@ -99,6 +120,7 @@ def frame_writer(task: Task, content: object, max_bytes: int, padding: int, shar
         content,
         padding=padding,
         shard_state=shard_state,
+        substituted=substituted,
         name="sample" if spec.batch_size is None else "batch",
         checksum=spec.checksum,
         compression=spec.compression,

@@ -241,6 +241,7 @@ class StatsCollector:
             stages={stage: histogram.latency() for stage, histogram in tally.stages.items()},
             slowest=tally.slowest(),
             errors=tally.errors(now),
+            samples_substituted=tally.substituted,
         )
 
     @staticmethod

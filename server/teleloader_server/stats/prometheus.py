@@ -51,6 +51,7 @@ _OF_DATASETS: Final = {
     "failed": ("batches_failed", "Batches replaced by an exception."),
     "retried": ("batches_retried", "Batches recomputed because their worker exited."),
     "samples": ("samples_computed", "Samples in computed batches."),
+    "substituted": ("samples_substituted", "Samples skipped or replaced because of an exception."),
     "nbytes": ("sent_bytes", "Bytes of sent batches."),
     "waiting": ("waiting_seconds", "Time during which consumers waited for batches that were not ready."),
 }

@@ -10,11 +10,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from teleloader_server.loading.stages import NO_SAMPLE
 from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.arena import Mapping
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.health import WorkerHealth
-from teleloader_server.workers.messages import CURRENT_TASK, REVOKED, STACK_SIGNAL, FreeSlots, Message, encode
+from teleloader_server.workers.messages import (
+    CURRENT_SAMPLE,
+    CURRENT_TASK,
+    REVOKED,
+    STACK_SIGNAL,
+    FreeSlots,
+    Message,
+    encode,
+)
 from teleloader_server.workers.worker import Worker
 from teleloader_shared.codec import MAX_TEXT
 
@@ -115,6 +124,15 @@ class WorkerHandle:
             return next(iter(self.health.tasks), -1)
         (current,) = CURRENT_TASK.unpack(os.pread(self._status_file, CURRENT_TASK.size, 0))
         return int(current)
+
+    def current_sample(self) -> int | None:
+        """Return the index of the sample that the worker is fetching, or None if it is unknown."""
+        if self._status_file is None:
+            return None
+        (found,) = CURRENT_SAMPLE.unpack(
+            os.pread(self._status_file, CURRENT_SAMPLE.size, CURRENT_TASK.size + REVOKED.size)
+        )
+        return None if found == NO_SAMPLE else int(found)
 
     def queued(self) -> list[Task]:
         """Return the open tasks other than the task in progress."""

@@ -53,6 +53,10 @@ class WorkerExit:
     attribution: Attribution = "unknown"
     stack: str = ""
     """Stacks of the worker's threads if the worker was unresponsive, else empty."""
+    batch_id: BatchId | None = None
+    """Batch that the worker was computing; None if it had none."""
+    sample: int | None = None
+    """Index of the sample that it was fetching; None if it is unknown."""
     overdue: frozenset[BatchId] = frozenset()
     """Batches for which a resource was unavailable for longer than `batch_timeout`; they are not retried."""
 

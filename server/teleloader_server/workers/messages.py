@@ -115,6 +115,9 @@ class Load(NamedTuple):
     """Difference between the numbers of successive batches."""
     owner: int
     """Owner of the batches (`Task.owner`)."""
+    substituted: Sequence[tuple[int, Sequence[Any]]]
+    """`Substituted` record of each batch that has one (`Task.substituted`), with the place of the batch in the group.
+    """
     indices: bytes | None
     """Concatenated frames with the index list of each batch, for a client-side sampler; None in seeded order. `Channel`
     does not copy the last field."""
@@ -233,3 +236,5 @@ REVOKED: Final = struct.Struct("<q")
 
 If both sides write at the same time, a batch may be computed twice; the server ignores the result of a revoked task.
 """
+CURRENT_SAMPLE: Final = struct.Struct("<q")
+"""Third field, written by the worker: index of the sample that it fetches, or `NO_SAMPLE` (`Context.sample`)."""

@@ -147,7 +147,8 @@ class ProcessPool:
         step = tasks[1].batch_id.batch - batch if len(tasks) > 1 else 1
         lists = [task.indices for task in tasks if task.indices is not None]
         indices = b"".join(lists) if len(lists) > 1 else next(iter(lists), None)
-        process.send(messages.Load(task_id, loader, epoch, batch, len(tasks), step, first.owner, indices))
+        found = [(place, task.substituted) for place, task in enumerate(tasks) if task.substituted is not None]
+        process.send(messages.Load(task_id, loader, epoch, batch, len(tasks), step, first.owner, found, indices))
         if not health.room:
             self._recycle_if_due(process, 0)
 
@@ -450,6 +451,9 @@ class ProcessPool:
         place, now = self._places[process.number], time.monotonic()
         tasks, was_ready = list(process.health.tasks.values()), process.health.ready
         is_current = not self._closing and place.process is process and place.respawn is None
+        current, sample = process.current_task(), process.current_sample()
+        if current is not None:
+            worker_exit = dataclasses.replace(worker_exit, batch_id=current.batch_id, sample=sample)
         delay = place.restarts.exited(worker_exit, process.health, now) if is_current else 0.0
         self._forget(process)
         if not is_current:
@@ -459,9 +463,10 @@ class ProcessPool:
             overdue = self._shortages.overdue([task.batch_id for task in tasks], self._limits, now)
             worker_exit = dataclasses.replace(worker_exit, overdue=overdue)
         stack = f". Stack of the worker:\n{worker_exit.stack}" if worker_exit.stack else ""
+        doing = "" if worker_exit.sample is None else f" while it fetched sample {worker_exit.sample}"
         logger.warning(
-            "%s; reassigning %d batches; starting a new worker in %.2f s%s",
-            worker_exit.reason, len(tasks), delay, stack, extra=process.log_fields,
+            "%s%s; reassigning %d batches; starting a new worker in %.2f s%s",
+            worker_exit.reason, doing, len(tasks), delay, stack, extra=process.log_fields,
         )  # fmt: skip
         place.respawn = self._loop.call_later(delay, self._respawn, place)
         self._listener.worker_lost(process.number, tasks, worker_exit)

@@ -23,15 +23,16 @@ from teleloader_server.loading.passes import Began
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import seed_all, seed_worker
 from teleloader_server.loading.replay import Reached
+from teleloader_server.loading.stages import NO_SAMPLE
 from teleloader_server.loading.tasks import Task
 from teleloader_server.loading.worker_info import set_worker_info
 from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Arena
 from teleloader_server.workers.channel import Channel
-from teleloader_server.workers.messages import CURRENT_TASK, REVOKED, STACK_SIGNAL, decode, encode
+from teleloader_server.workers.messages import CURRENT_SAMPLE, CURRENT_TASK, REVOKED, STACK_SIGNAL, decode, encode
 from teleloader_server.workers.procfs import CpuWait
 from teleloader_server.workers.results import Results
-from teleloader_shared.codec import BatchId, frame_size
+from teleloader_shared.codec import BatchId, Substituted, frame_size
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import LoaderSpec
@@ -161,8 +162,10 @@ class Worker:
     def _share_status(self) -> None:
         """Share the status file: the server reads the current task and stacks there if the worker is unresponsive."""
         file = os.memfd_create("teleloader-status", os.MFD_CLOEXEC)
-        os.write(file, CURRENT_TASK.pack(-1) + REVOKED.pack(-1))
-        self._status = mmap.mmap(file, CURRENT_TASK.size + REVOKED.size)
+        fields = CURRENT_TASK.pack(-1) + REVOKED.pack(-1) + CURRENT_SAMPLE.pack(NO_SAMPLE)
+        os.write(file, fields)
+        self._status = mmap.mmap(file, len(fields))
+        self._loading.context.sample = memoryview(self._status)[-CURRENT_SAMPLE.size :].cast("q")
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
         self._send(messages.Started(self._pid), [file])
 
@@ -245,14 +248,16 @@ class Worker:
 
     def _queue(self, load: messages.Load) -> None:
         """Add the tasks of a group to the queue."""
-        task_id, key, epoch, batch, count, step, owner, indices = load
+        task_id, key, epoch, batch, count, step, owner, pairs, indices = load
         spec, length = self._loaders[key]
+        substituted = {place: Substituted.read(fields) for place, fields in pairs}
         for place in range(count):
             listed = indices
             if indices is not None and count > 1:
                 size = frame_size(indices)
                 listed, indices = indices[:size], indices[size:]
-            task = Task(spec, length, BatchId(key, epoch, batch + place * step), listed, owner)
+            batch_id = BatchId(key, epoch, batch + place * step)
+            task = Task(spec, length, batch_id, listed, owner, substituted.get(place))
             self._tasks.append((task_id + place, task, count - place - 1))
 
     def _work(self, task: Task) -> None:

@@ -16,6 +16,7 @@ function totals(dataset) {
     `${count(dataset.batches_sent)} sent`,
     `${count(dataset.batches_failed)} failed`,
     `${count(dataset.batches_retried)} restarted`,
+    `${plural(dataset.samples_substituted, "sample")} skipped or replaced`,
     `${plural(dataset.samples_computed, "sample")} in total`,
   ];
   return `${parts.join(", ")}.`;
@@ -59,7 +60,7 @@ class SlowestBatches {
   #table;
 
   constructor(name) {
-    this.#table = table(`Slowest batches of ${name}`, ["Batch", "Fetch", "Indices"]);
+    this.#table = table(`Slowest batches of ${name}`, ["Batch", "Fetch", "Slowest sample", "Indices"]);
     this.element = make("details", {}, make("summary", {}, "Slowest batches"), this.#table.element);
   }
 
@@ -69,12 +70,13 @@ class SlowestBatches {
   }
 
   #row() {
-    const [address, seconds, held] = [0, 1, 2].map(() => make("span"));
+    const [address, seconds, sample, held] = [0, 1, 2, 3].map(() => make("span"));
     return {
-      element: this.#table.row(address, seconds, held),
+      element: this.#table.row(address, seconds, sample, held),
       update(slow) {
         say(address, `batch ${slow.batch} of epoch ${slow.epoch}, loader ${slow.loader.slice(0, 8)}`);
         say(seconds, duration(slow.seconds));
+        say(sample, slow.sample ?? "");
         say(held, indices(slow.indices));
       },
     };

@@ -13,7 +13,8 @@ function row() {
       say(type, error.type);
       say(times, `${plural(error.count, "time")}, last ${ago(error.age)}, ${error.dataset}`);
       say(message, error.last.split("\n")[0]);
-      say(where, `Last batch: indices ${indices(error.indices)}. Message: ${error.last}`);
+      const sample = Number.isInteger(error.sample) ? `Last sample: ${error.sample}. ` : "";
+      say(where, `${sample}Last batch: indices ${indices(error.indices)}. Message: ${error.last}`);
       say(traceback, error.traceback);
     },
   };

@@ -23,6 +23,7 @@ const aligned = (size) => 64 * Math.ceil(size / 64);
 //   {kind: "list" or another of ITEMS, items: [node]}
 //   {kind: one of PAIRS, entries: [[node, node]]}
 //   {kind: one of NAMED, name, entries: [[string, node]]}
+//   {kind: "registered", name, items: [node]}  with the plain value
 export function readFrame(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   const { values, headerSize } = readPrologue(view);
@@ -103,6 +104,7 @@ function nodeOf(value, segments, depth) {
   if (PAIRS.has(kind)) return { kind, entries: content.map(([key, item]) => [node(key), node(item)]) };
   if (ITEMS.has(kind)) return { kind, items: content.map(node) };
   if (kind === "deque") return { kind, items: content[1].map(node) };
+  if (kind === "registered") return { kind, name: content[0], items: [node(content[1])] };
   if (kind === "int") return { kind: "value", value: BigInt(content) };
   if (kind === "complex") return { kind, value: content };
   if (!NAMED.has(kind)) throw new Error(`invalid frame: unknown tree node ${JSON.stringify(kind)}`);
