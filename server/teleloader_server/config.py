@@ -15,6 +15,7 @@ DEFAULT_PORT: Final = 8000
 DEFAULT_SHUTDOWN_GRACE: Final = 10.0
 
 IndexKind = Literal["integers", "any"]
+StartMethod = Literal["fork", "spawn"]
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -56,6 +57,13 @@ class DatasetConfig:
     With ``any``, clients can pass strings, tuples, negative integers and any other serializable value to
     ``__getitem__``: the dataset must validate them.
     """
+    start_method: StartMethod = "fork"
+    """Process that constructs the dataset: with ``fork``, the fork server, whose memory all workers share; with
+    ``spawn``, each worker, before its first batch of this dataset.
+
+    Use ``spawn`` for a dataset that does not work in a forked process, because it has threads, gRPC connections or an
+    open lmdb environment.
+    """
 
     def __post_init__(self) -> None:
         """Validate the fields."""
@@ -69,7 +77,11 @@ class DatasetConfig:
             raise ConfigError(
                 f"invalid functions of dataset {self.name!r}: expected a list of 'module:name', got {self.functions!r}"
             )
-        for field, choices in (("seeding", ("batch", "sample")), ("indices", get_args(IndexKind))):
+        for field, choices in (
+            ("seeding", ("batch", "sample")),
+            ("indices", get_args(IndexKind)),
+            ("start_method", get_args(StartMethod)),
+        ):
             if (value := getattr(self, field)) not in choices:
                 expected = " or ".join(map(repr, choices))
                 raise ConfigError(f"invalid {field} of dataset {self.name!r}: expected {expected}, got {value!r}")

@@ -103,12 +103,17 @@ def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
     for config in configs:
         try:
             opened[config.name] = open_dataset(config)
-        except ConfigError:
-            raise
         except Exception as error:  # noqa: BLE001 - whatever user code raises
-            text = f"{_shown(error)[-_MAX_TEXT:]}{_advice(error, config)}"
-            raise ConfigError(f"cannot build dataset {config.name!r}:\n{text}") from None
+            raise cannot_build(error, config) from None
     return opened
+
+
+def cannot_build(error: Exception, config: DatasetConfig) -> ConfigError:
+    """Convert an exception of `open_dataset` to a `ConfigError`, with the traceback of user code and with advice."""
+    if isinstance(error, ConfigError):
+        return error
+    text = f"{_shown(error)[-_MAX_TEXT:]}{_advice(error, config)}"
+    return ConfigError(f"cannot build dataset {config.name!r}:\n{text}")
 
 
 def _shown(error: Exception) -> str:

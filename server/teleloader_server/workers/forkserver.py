@@ -3,12 +3,17 @@
 The fork server opens no network sockets and starts no threads, so that forking it is cheap and safe: N workers share
 one copy of the data, and a dead worker is replaced in milliseconds. It is started in one of two ways: as a clean
 interpreter that imports the configured datasets (`spawn`), or as a fork of the process that hosts an object (`fork`).
+
+The fork server does not even import the code of a dataset with ``start_method="spawn"``, because the import may start
+threads. Each worker constructs such a dataset itself, before its first batch of the dataset. Starting a new interpreter
+per worker would not separate the datasets further: one worker computes batches of all datasets of the server.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import select
 import selectors
@@ -24,14 +29,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Final
+from typing import Any, Final
 
 from teleloader_server.config import ConfigError, DatasetConfig
-from teleloader_server.loading.datasets import HostedDataset, open_datasets
+from teleloader_server.loading.datasets import HostedDataset, cannot_build, open_datasets
+from teleloader_server.loading.deferred import DeferredDataset, open_seeded
 from teleloader_server.workers import messages, worker
 from teleloader_server.workers.channel import Channel, close_inherited
+from teleloader_server.workers.health import exit_reason
 from teleloader_server.workers.messages import decode, encode
 from teleloader_server.workers.procfs import shortage
+from teleloader_shared.messages import DatasetInfo
 
 _WORKER_GRACE_S: Final = 2.0
 """Grace period in seconds for workers to exit when the server stops."""
@@ -151,7 +159,7 @@ def main() -> None:
     requests.remove(build)
     sys.path[:] = build.path
     try:
-        hosted = open_datasets(DatasetConfig(**config) for config in build.configs)
+        hosted = _open([DatasetConfig(**config) for config in build.configs])
     except ConfigError as error:
         control.send(encode(messages.BuildFailed(str(error))))
         return
@@ -164,7 +172,53 @@ def main() -> None:
     os._exit(0)
 
 
-def _serve(control: Channel, hosted: Mapping[str, HostedDataset], requests: Iterable[messages.Message] = ()) -> int:
+def _open(configs: Sequence[DatasetConfig]) -> dict[str, HostedDataset | DeferredDataset]:
+    """Construct the datasets that workers share, and describe the others.
+
+    Raises:
+        ConfigError: If a dataset cannot be constructed.
+    """
+    # first, because the processes that describe them must not have the threads of other datasets
+    deferred = {config.name: _describe(config) for config in configs if config.start_method == "spawn"}
+    shared = open_datasets(config for config in configs if config.start_method == "fork")
+    return {config.name: deferred.get(config.name) or shared[config.name] for config in configs}
+
+
+def _describe(config: DatasetConfig) -> DeferredDataset:
+    """Construct a dataset in a child process that exits afterwards, and return its description.
+
+    Raises:
+        ConfigError: If the dataset cannot be constructed, or if the child process exits.
+    """
+    # not a pipe: processes that user code starts may keep its other end open
+    file = os.memfd_create("teleloader-description", os.MFD_CLOEXEC)
+
+    def run() -> int:
+        _become_child()
+        worker.configure_forked_children()
+        try:
+            found: dict[str, Any] = {"info": dataclasses.asdict(open_seeded(config).info)}
+        except Exception as error:  # noqa: BLE001 - whatever user code raises
+            found = {"error": str(cannot_build(error, config))}
+        os.write(file, json.dumps(found).encode())
+        worker.run_finalizers()
+        return 0
+
+    with os.fdopen(file, "rb") as description:
+        _, status = os.waitpid(fork(run), 0)
+        description.seek(0)
+        text = description.read()
+    if not text:
+        raise ConfigError(f"the process that builds dataset {config.name!r} {exit_reason(status)}: see the log above")
+    found = json.loads(text)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    return DeferredDataset(DatasetInfo(**found["info"]), config)
+
+
+def _serve(
+    control: Channel, hosted: Mapping[str, HostedDataset | DeferredDataset], requests: Iterable[messages.Message] = ()
+) -> int:
     """Fork workers and further fork servers on request, and report their exits, until the server closes the channel.
 
     Returns:
@@ -197,7 +251,7 @@ def _execute(
     requests: Iterable[messages.Message],
     control: Channel,
     selector: selectors.BaseSelector,
-    hosted: Mapping[str, HostedDataset],
+    hosted: Mapping[str, HostedDataset | DeferredDataset],
 ) -> None:
     for request in requests:
         try:

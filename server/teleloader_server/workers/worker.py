@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Final
 
 from teleloader_server.loading.datasets import HostedDataset
+from teleloader_server.loading.deferred import DeferredDataset
 from teleloader_server.loading.passes import Began
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import seed_all, seed_worker
@@ -86,18 +87,30 @@ def configure_forked_children() -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
+def run_finalizers() -> None:
+    """Run the exit handlers of `multiprocessing`, which `os._exit` skips: its queues send their remaining items."""
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
+
+
 class Worker:
     """Main loop of a worker process.
 
     Args:
         channel: Blocking channel to the server.
-        hosted: Datasets by name.
+        hosted: Datasets by name; this process constructs the deferred ones before their first batch.
         settings: Settings of this worker.
     """
 
-    def __init__(self, channel: Channel, hosted: Mapping[str, HostedDataset], settings: messages.ForkWorker) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        hosted: Mapping[str, HostedDataset | DeferredDataset],
+        settings: messages.ForkWorker,
+    ) -> None:
         self._channel = channel
-        self._hosted = {name: _replica(found) for name, found in hosted.items()}
+        self._deferred = {name: found for name, found in hosted.items() if isinstance(found, DeferredDataset)}
+        """Datasets that were not constructed yet."""
+        self._hosted = {name: _replica(found) for name, found in hosted.items() if isinstance(found, HostedDataset)}
         self._number = settings.worker
         self._num_workers = settings.num_workers
         self._session = None if settings.session is None else LoaderSpec.from_json(settings.session)
@@ -171,17 +184,38 @@ class Worker:
 
     def _initialise(self) -> None:
         self._adopt_torch()
-        for name, hosted in self._hosted.items():
-            if self._session is not None and name != self._session.dataset:
-                continue
-            self._set_info(hosted)
-            if self._session is None:
-                seed_all(self._worker_seed)
-            else:
-                seed_worker(self._session.seed, self._id)
-            worker_init = hosted.worker_init_of(None if self._session is None else self._session.worker_init)
-            if worker_init is not None:
-                self._call(worker_init, name)
+        for name in self._hosted:
+            if self._session is None or name == self._session.dataset:
+                self._initialise_dataset(name)
+
+    def _initialise_dataset(self, name: str) -> None:
+        hosted = self._hosted[name]
+        self._set_info(hosted)
+        if self._session is None:
+            seed_all(self._worker_seed)
+        else:
+            seed_worker(self._session.seed, self._id)
+        worker_init = hosted.worker_init_of(None if self._session is None else self._session.worker_init)
+        if worker_init is not None:
+            self._call(worker_init, name)
+
+    def _open(self, name: str) -> BaseException | None:
+        """Construct a deferred dataset; return the exception with which its batches fail, if any.
+
+        After an exception of the factory, the next batch calls the factory again.
+        """
+        try:
+            self._hosted[name] = _replica(self._deferred[name].open())
+        except Exception as error:  # noqa: BLE001 - it is sent to clients in place of the batch
+            error.add_note(f'Raised in worker {self._number} while it built dataset {name!r} (start_method = "spawn").')
+            print(f"building dataset {name!r} failed in worker {self._number}:", file=sys.stderr)
+            traceback.print_exception(error)
+            return error
+        del self._deferred[name]
+        self._adopt_torch()
+        self._initialise_dataset(name)
+        self._send(messages.Progress())  # the timeout of the batch starts now
+        return self._init_failures.get(name)
 
     def _call(self, worker_init: Callable[[int], None], dataset: str) -> None:
         torch = sys.modules.get("torch")
@@ -261,10 +295,11 @@ class Worker:
             self._tasks.append((task_id + place, task, count - place - 1))
 
     def _work(self, task: Task) -> None:
-        hosted = self._hosted[task.spec.dataset]
-        if hosted is not self._current:
+        name = task.spec.dataset
+        failure = self._open(name) if name in self._deferred else self._init_failures.get(name)
+        hosted = self._hosted.get(name)
+        if hosted is not None and hosted is not self._current:
             self._set_info(hosted)
-        failure = self._init_failures.get(task.spec.dataset)
         if failure is None:
             nbytes, report = self._loading.load(task, self._results.place)
         else:
@@ -274,10 +309,10 @@ class Worker:
     def close(self) -> None:
         """Release the resources of user code, as a torch worker does at exit.
 
-        Generators run their ``finally`` blocks, and `multiprocessing` queues send their remaining items.
+        Generators run their ``finally`` blocks, and `multiprocessing` its exit handlers.
         """
         self._loading.passes.close()
-        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
+        run_finalizers()
 
     def _end_if_forked(self) -> None:
         """Exit if this process is a fork that user code created and did not end: it would use the worker's channel."""
@@ -330,7 +365,7 @@ def _replica(hosted: HostedDataset) -> HostedDataset:
     return hosted.copied()
 
 
-def main(channel: Channel, hosted: Mapping[str, HostedDataset], settings: messages.ForkWorker) -> int:
+def main(channel: Channel, hosted: Mapping[str, HostedDataset | DeferredDataset], settings: messages.ForkWorker) -> int:
     """Run a worker process until the server closes the channel, or user code exits the process.
 
     Returns:

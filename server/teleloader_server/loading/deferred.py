@@ -1,0 +1,50 @@
+"""Datasets that each worker constructs itself (``start_method="spawn"``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from teleloader_server.config import ConfigError, DatasetConfig
+from teleloader_server.loading.datasets import HostedDataset, open_dataset, resolve
+from teleloader_server.loading.random_state import seed_all
+from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.orders.seeding import derive_seed
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredDataset:
+    """Dataset that a worker constructs before its first batch, so that the worker is not forked with it."""
+
+    info: DatasetInfo
+    """Description from another process that has constructed the dataset."""
+    config: DatasetConfig
+
+    def open(self) -> HostedDataset:
+        """Construct the dataset in this process. Exceptions raised by user code propagate unchanged.
+
+        Raises:
+            ConfigError: If the dataset differs from its description.
+        """
+        hosted = open_seeded(self.config)
+        if hosted.info.fingerprint != self.info.fingerprint:
+            raise ConfigError(
+                f"dataset {self.config.name!r} has changed since the server started: constructed with "
+                f"{_shape(hosted.info)} in a worker, with {_shape(self.info)} before. Restart the server"
+            )
+        return hosted
+
+
+def open_seeded(config: DatasetConfig) -> HostedDataset:
+    """Construct a dataset with seeded random generators, so that a shuffled list of files is the same in all workers.
+
+    Exceptions raised by user code propagate unchanged.
+    """
+    seed = derive_seed("dataset")
+    seed_all(seed)
+    resolve(config.factory, f"factory of dataset {config.name!r}")
+    seed_all(seed)  # the import may have drawn random numbers, or imported torch
+    return open_dataset(config)
+
+
+def _shape(info: DatasetInfo) -> str:
+    return f"{info.kind} style and length {info.length}"
