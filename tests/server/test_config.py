@@ -119,12 +119,12 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
         (
             '[datasets.train]\nfactory = "a:b"\ncolate = "a:c"',
             "unknown key 'colate' in [datasets.train] of {path}: expected one of factory, kwargs, collate, "
-            "worker_init, functions, version, seeding, indices",
+            "worker_init, functions, version, seeding, indices, start_method",
         ),
         (
             '[datasets.train]\nfactory = "a:b"\nname = "other"',
             "unknown key 'name' in [datasets.train] of {path}: expected one of factory, kwargs, collate, "
-            "worker_init, functions, version, seeding, indices",
+            "worker_init, functions, version, seeding, indices, start_method",
         ),
         (
             '[datasets.train]\nversion = "1"',
@@ -137,6 +137,10 @@ def test_a_file_that_is_no_toml_is_refused(write: Write, tmp_path: Path) -> None
         (
             '[datasets."my data"]\nfactory = "a:b"',
             "invalid dataset name 'my data': expected letters, digits, '.', '_' and '-'",
+        ),
+        (
+            '[datasets.train]\nfactory = "a:b"\nstart_method = "forkserver"',
+            "invalid start_method of dataset 'train': expected 'fork' or 'spawn', got 'forkserver'",
         ),
         ("[datasets.train]\nfactory = 5", "invalid factory of dataset 'train': expected 'module:name', got 5"),
     ],

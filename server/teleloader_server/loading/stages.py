@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading import index_lists
 from teleloader_server.loading.datasets import HostedDataset
+from teleloader_server.loading.generators import Generators
 from teleloader_server.loading.passes import Pass, Passes
 from teleloader_server.loading.random_state import seed_all
 from teleloader_server.loading.substitutes import Substitutes
@@ -147,6 +148,8 @@ class Fetch(Stage):
         """Epoch that was last set on each map-style dataset, by dataset name."""
         self._is_slow: dict[str, bool] = {}
         """True if fetching the last batch of a dataset took `TIMED_FROM` per sample, by dataset name."""
+        self._generators: dict[str, Generators] = {}
+        """Generators of each map-style dataset, by dataset name."""
 
     def run(self, batch: Batch) -> None:
         """Fetch the samples of a batch; compute the indices if the caller has not set them."""
@@ -199,6 +202,7 @@ class Fetch(Stage):
         self._epochs.pop(hosted.info.name, None)
         if accepts(hosted.dataset, "set_epoch", epoch):
             hosted.dataset.set_epoch(epoch)
+            self._generators.pop(hosted.info.name, None)  # the dataset may have replaced them
         self._epochs[hosted.info.name] = epoch
 
     def _indices(self, hosted: HostedDataset, task: Task) -> tuple[Indices, int]:
@@ -232,7 +236,7 @@ class Fetch(Stage):
         spec, epoch, dataset = task.spec, task.batch_id.epoch, hosted.dataset
         per_sample = hosted.info.seeding == "sample"
         if not per_sample:
-            self._seed("batch", spec.seed, epoch, spec.rank, task.batch_id.batch)
+            self._seed(hosted, "batch", spec.seed, epoch, spec.rank, task.batch_id.batch)
             if spec.batch_size is not None and hosted.gives_batches(spec.collate):
                 # a copy, because user code may sort or store the array
                 return [dataset.__getbatch__(np.array(indices))]
@@ -250,7 +254,7 @@ class Fetch(Stage):
             for index in numbers:
                 sample[0] = index
                 if per_sample:
-                    self._seed("sample", spec.seed, epoch, index if isinstance(index, int) else len(samples))
+                    self._seed(hosted, "sample", spec.seed, epoch, index if isinstance(index, int) else len(samples))
                 samples.append(dataset[index])
                 if is_timed:
                     now = time.perf_counter()
@@ -268,9 +272,14 @@ class Fetch(Stage):
             ) from stop
         return samples
 
-    def _seed(self, purpose: str, *coordinates: int) -> None:
-        if self._context.seeds:
-            seed_all(derive_seed(purpose, *coordinates), torch_too=not self._context.torch_is_seeded)
+    def _seed(self, hosted: HostedDataset, purpose: str, *coordinates: int) -> None:
+        if not self._context.seeds:
+            return
+        seed = derive_seed(purpose, *coordinates)
+        seed_all(seed, torch_too=not self._context.torch_is_seeded)
+        if (generators := self._generators.get(hosted.info.name)) is None:
+            generators = self._generators[hosted.info.name] = Generators(hosted.dataset)
+        generators.seed(seed)
 
 
 def _are_64_bit(indices: list[Any]) -> bool:
