@@ -187,7 +187,8 @@ def nightly() -> Iterator[Step]:
         f"{UV} pip install --quiet --python {python('.venv-frameworks')} {TORCH} --group frameworks\n"
         # importing the frameworks counts to the timeout, too
         + pytest(".venv-frameworks",
-                 "tests/examples tests/gpu/test_host_memory.py tests/shared/test_registry.py --timeout 300"),
+                 "tests/examples tests/gpu/test_host_memory.py tests/shared/test_registry.py "
+                 "tests/end_to_end/test_augmentation.py --timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
         pytest=f"{python('.venv-frameworks')} -m pytest",
     )  # fmt: skip

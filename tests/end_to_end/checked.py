@@ -31,8 +31,11 @@ def talkative() -> Samples:
     return Samples(make, 300)
 
 
+generator = np.random.default_rng(3)
+
+
 class OwnGenerator:
-    """Dataset that draws from a generator that is not seeded for each batch."""
+    """Dataset that draws from its own generator, which is seeded for each batch."""
 
     def __init__(self) -> None:
         self._generator = np.random.default_rng(3)
@@ -40,8 +43,34 @@ class OwnGenerator:
     def __len__(self) -> int:
         return 300
 
-    def __getitem__(self, index: int) -> float:
+    def __getitem__(self, index: int) -> Any:
+        return {"index": index, "noise": self._noise()}
+
+    def _noise(self) -> float:
         return float(self._generator.normal())
+
+
+class OthersGenerator(OwnGenerator):
+    """Dataset that draws from a variable of its module."""
+
+    def _noise(self) -> float:
+        return float(generator.normal())
+
+
+class LateGenerator(OwnGenerator):
+    """Dataset that creates its generator for the first sample."""
+
+    def _noise(self) -> float:
+        if not hasattr(self, "late"):
+            self.late = np.random.default_rng()
+        return float(self.late.normal())
+
+
+class Unknown(OwnGenerator):
+    """Dataset whose random numbers come from nowhere."""
+
+    def _noise(self) -> float:
+        return float(os.urandom(1)[0])
 
 
 class OpenFile:

@@ -28,8 +28,15 @@ class Threaded:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return self._threads.submit(lambda: index * index).result(), os.getpid()
+    def __getitem__(self, index: int) -> int:
+        return self._threads.submit(lambda: index * index).result()
+
+
+class Identified(Threaded):
+    """The same with the PID of the worker in each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), os.getpid()
 
 
 class ThreadedStream:

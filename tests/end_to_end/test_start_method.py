@@ -53,13 +53,13 @@ def load(server: ServerProcess, dataset: str, **arguments: Any) -> list[Any]:
 
 def test_a_dataset_that_hangs_when_forked_works_when_spawned(serve: Serve) -> None:
     """Its thread does not exist in forked workers; workers that build it themselves have the thread."""
-    forked = serve("--batch-timeout", "1", "--num-workers", "1", Threaded=FORK)
+    forked = serve("--batch-timeout", "1", "--num-workers", "1", Identified=FORK)
     with pytest.raises(LoaderTimeout, match="exceeded the timeout of 1 s"):
-        load(forked, "Threaded", batch_size=4)
+        load(forked, "Identified", batch_size=4)
     forked.end()
-    spawned = serve("--num-workers", "2", Threaded=SPAWN)
+    spawned = serve("--num-workers", "2", Identified=SPAWN)
     for arguments in ({}, {"shuffle": True, "seed": 3}):
-        batches = load(spawned, "Threaded", batch_size=2, **arguments)
+        batches = load(spawned, "Identified", batch_size=2, **arguments)
         assert sorted(value for values, _ in batches for value in values) == [index * index for index in range(40)]
         assert {pid for _, pids in batches for pid in pids} <= set(spawned.worker_pids())
 
@@ -75,10 +75,10 @@ def test_an_iterable_dataset_is_built_by_the_worker_of_each_shard(serve: Serve) 
 def test_only_workers_that_need_a_dataset_build_it(serve: Serve) -> None:
     """One process builds the dataset to describe it, and exits; a worker builds it before its first batch."""
     server = serve("--num-workers", "2", recorded=f'{SPAWN}\nworker_init = "{MODULE}:remember"',
-                   Threaded=SPAWN, shuffled=FORK)  # fmt: skip
+                   Identified=SPAWN, shuffled=FORK)  # fmt: skip
     (describer,) = builders()
     eventually(lambda: not Path(f"/proc/{describer}").exists())
-    assert load(server, "Threaded", batch_size=20)
+    assert load(server, "Identified", batch_size=20)
     assert load(server, "shuffled", batch_size=20)
     assert builders() == [describer]
     batches = load(server, "recorded", batch_size=1)
@@ -89,10 +89,10 @@ def test_only_workers_that_need_a_dataset_build_it(serve: Serve) -> None:
 
 def test_a_replacement_of_a_worker_builds_the_dataset_again(serve: Serve) -> None:
     """A worker that was killed is replaced by one that works."""
-    server = serve("--num-workers", "1", Threaded=SPAWN)
-    before = load(server, "Threaded", batch_size=10)
+    server = serve("--num-workers", "1", Identified=SPAWN)
+    before = load(server, "Identified", batch_size=10)
     os.kill(server.worker_pids()[0], signal.SIGKILL)
-    after = load(server, "Threaded", batch_size=10, seed=1)  # another loader: the server keeps batches of the first
+    after = load(server, "Identified", batch_size=10, seed=1)  # another loader: the server keeps batches of the first
     assert [values for values, _ in after] == [values for values, _ in before]
     assert after[0][1] != before[0][1]
 
@@ -109,8 +109,8 @@ def test_all_workers_build_the_same_dataset(serve: Serve) -> None:
 
 def test_several_servers_of_one_machine(serve: Serve) -> None:
     """The workers of each server build the dataset themselves."""
-    server = serve("--servers", "2", "--num-workers", "2", Threaded=SPAWN)
-    batches = load(server, "Threaded", batch_size=1)
+    server = serve("--servers", "2", "--num-workers", "2", Identified=SPAWN)
+    batches = load(server, "Identified", batch_size=1)
     assert [values for values, _ in batches] == [[index * index] for index in range(40)]
 
 
@@ -160,5 +160,5 @@ def test_a_dataset_that_cannot_be_built_prevents_the_start(tmp_path: Path, name:
 
 def test_without_worker_processes_the_dataset_is_built_in_the_server(serve: Serve) -> None:
     """With ``--num-workers 0``, no process is forked."""
-    server = serve("--num-workers", "0", Threaded=SPAWN)
-    assert load(server, "Threaded", batch_size=1)[3] == [[9], [server.pid]]
+    server = serve("--num-workers", "0", Identified=SPAWN)
+    assert load(server, "Identified", batch_size=1)[3] == [[9], [server.pid]]

@@ -88,7 +88,7 @@ def _lines(found: Checked) -> Iterator[tuple[str, str]]:
     if found.built_in is not None and found.memory is not None:
         yield "built in", f"{seconds(found.built_in)}, using {size(found.memory)} of memory including its imports"
         pickled = "no" if found.pickled is None else f"yes, {size(found.pickled)}"
-        yield "pickles", f"{pickled} (not required: workers are forked)"
+        yield "pickles", f"{pickled} (not required)"
     if found.sample is not None and found.sample.count:
         slow = f"p50 {seconds(found.sample.p50)}, p95 {seconds(found.sample.p95)}"
         yield "time/sample", f"{slow} ({found.sample.count:,} samples, fetched by a worker)"

@@ -1,6 +1,6 @@
 """Child process of ``teleloader-server check``: builds a dataset, computes some batches, and reports problems.
 
-The dataset is built as in a server, and forked workers compute the batches. This finds problems before production:
+The dataset is built as in a server, and workers compute the batches. This finds problems before production:
 exceptions, workers that die or hang, and samples that differ when they are loaded again.
 """
 
@@ -13,11 +13,10 @@ import os
 import pickle
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -25,7 +24,9 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
+from teleloader_server.cli.fork_safety import ProcessState, dangers
 from teleloader_server.cli.profiling import FetchProfile
+from teleloader_server.cli.repeatability import path_of_difference, unseeded_generators
 from teleloader_server.config import ConfigError, DatasetConfig
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
@@ -33,7 +34,7 @@ from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
 from teleloader_server.permissions import ANYONE
 from teleloader_server.stats.collector import StatsCollector
-from teleloader_server.workers.factory import ObjectPools
+from teleloader_server.workers.factory import ConfiguredPools, ObjectPools, PoolFactory
 from teleloader_server.workers.procfs import resident_bytes
 from teleloader_server.workers.worker import end_with_parent, ignore_stop_signals
 from teleloader_shared.codec import BatchId, Bits, End, Failure, read, to_bytes
@@ -49,6 +50,7 @@ PASS_SECONDS: Final = 10.0
 SEVERAL: Final = 4
 """Number of workers in the pass that detects interference between workers."""
 SHOWN_FILES: Final = 3
+SHOWN_CAUSES: Final = 3
 
 SLOW_DECODER: Final = 1 / 3
 """Fraction of the fetch time from which Pillow's JPEG decoder is reported. The decoder takes half of the time of a
@@ -192,7 +194,7 @@ class Probe:
 
     def _build(self) -> HostedDataset | None:
         self.on_step("building the dataset")
-        threads, files, memory = set(threading.enumerate()), _open_files(), resident_bytes(os.getpid())
+        before, files, memory = ProcessState(), _open_files(), resident_bytes(os.getpid())
         began = time.perf_counter()
         try:
             hosted = open_datasets([self.config])[self.config.name]
@@ -203,10 +205,11 @@ class Probe:
         self.found.memory = max(0, resident_bytes(os.getpid()) - memory)
         self.found.kind, self.found.type = hosted.info.kind, hosted.info.type
         self.found.length = hosted.info.length
-        self._check_fork_safety(_open_files() - files, set(threading.enumerate()) - threads)
+        if self.config.start_method == "fork":
+            self._check_fork_safety(_open_files() - files, dangers(before, hosted.dataset))
         return hosted
 
-    def _check_fork_safety(self, files: set[str], threads: set[threading.Thread]) -> None:
+    def _check_fork_safety(self, files: set[str], reasons: list[str]) -> None:
         if files:
             more = f" and {len(files) - SHOWN_FILES} more" if len(files) > SHOWN_FILES else ""
             self._problem(
@@ -214,11 +217,12 @@ class Probe:
                 f"building the dataset leaves files open: {', '.join(sorted(files)[:SHOWN_FILES])}{more}",
                 "forked workers would share the position in an open file. Open files in __getitem__ or worker_init",
             )
-        if threads:
+        if reasons:
             self._problem(
                 "warning",
-                f"building the dataset starts threads: {', '.join(sorted(thread.name for thread in threads))}",
-                "threads do not exist in forked workers, and their locks stay locked. Start them in worker_init",
+                "; ".join(reasons),
+                "threads and connections do not work in forked workers. Let each worker build the dataset: set "
+                f'start_method = "spawn" in [datasets.{self.config.name}] of the --config file',
             )
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -240,7 +244,8 @@ class Probe:
     async def _load(self, hosted: HostedDataset) -> None:
         self.on_step("fetching samples")
         profile = FetchProfile()
-        singles = await self._compute(profile.profiled(hosted), 1, range(self.batches * self.batch_size))
+        profiled = profile.profiled(hosted) if self.config.start_method == "fork" else hosted
+        singles = await self._compute(profiled, 1, range(self.batches * self.batch_size))
         self.found.sample = singles.stages["fetch"]
         if self._failed(singles):
             return
@@ -283,13 +288,11 @@ class Probe:
         self.on_step("computing batches again")
         # in reverse order: otherwise a generator that continues from batch to batch would look seeded per batch
         again = await self._compute(hosted, self.batch_size, range(len(first.batches))[::-1])
-        self.found.repeatable = _equal(first, again)
-        if not self.found.repeatable:
-            self._not_repeatable()
+        if self._differ(hosted, first, again):
             return
         self.on_step("computing batches with several workers")
         several = await self._compute(hosted, self.batch_size, range(len(first.batches)), SEVERAL)
-        if not self._failed(several) and not _equal(first, several):
+        if not self._failed(several) and _differing(first, several) is not None:
             self.found.repeatable = False
             self._problem(
                 "error",
@@ -299,9 +302,7 @@ class Probe:
 
     async def _compare_shards(self, hosted: HostedDataset, first: PassResult) -> None:
         self.on_step("computing batches again")
-        self.found.repeatable = _equal(first, await self._compute(hosted, self.batch_size, range(len(first.batches))))
-        if not self.found.repeatable:
-            self._not_repeatable()
+        self._differ(hosted, first, await self._compute(hosted, self.batch_size, range(len(first.batches))))
         self.on_step("computing batches with two workers")
         two = await self._compute(hosted, self.batch_size, range(2), 2)
         if not self._failed(two) and len(two.batches) == 2 and _encoded(two.batches[0]) == _encoded(two.batches[1]):
@@ -312,22 +313,42 @@ class Probe:
                 "get_worker_info() in __iter__",
             )
 
-    def _not_repeatable(self) -> None:
-        self._problem(
-            "warning",
-            "recomputed batches differ",
-            "a batch must depend only on its indices and on the random generators that are seeded per batch: those of "
-            "random, np.random and torch. Seed any other generator from the index",
+    def _differ(self, hosted: HostedDataset, first: PassResult, again: PassResult) -> bool:
+        """Report a problem if recomputed batches differ, and return True in this case."""
+        differing = _differing(first, again)
+        self.found.repeatable = differing is None
+        if differing is None:
+            return False
+        one, other = first.batches[differing], again.batches[differing]
+        place = path_of_difference(one, other, lambda one, other: _encoded(one) == _encoded(other))
+        named = (self.config.factory, self.config.collate)
+        unseeded = unseeded_generators(hosted.dataset, [name.partition(":")[0] for name in named if name is not None])
+        cause = f". Probable cause: {'; '.join(unseeded[:SHOWN_CAUSES])}" if unseeded else ""
+        advice = (
+            "a batch must depend only on its indices and on random generators that workers seed: those of random, "
+            "np.random and torch, and those in attributes of the dataset and its transforms. Move other generators "
+            "there, or seed them in a method __seed__(self, seed) of the dataset"
+            if hosted.info.kind == "map"
+            else "the order and the samples must not depend on other generators than those of random, np.random and "
+            "torch. Seed other generators in __iter__"
         )
+        self._problem("warning", f"recomputed batches differ in {place}{cause}", advice)
+        return True
 
     async def _compute(self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1) -> PassResult:
         """Compute batches with new workers, for at most `PASS_SECONDS`."""
-        service = LoaderService(ObjectPools(lambda: {hosted.info.name: hosted}, self.limits), self.limits)
+        limits = replace(self.limits, num_workers=workers)
+        pools: PoolFactory = ObjectPools(lambda: {hosted.info.name: hosted}, limits)
+        spec = LoaderSpec(
+            dataset=hosted.info.name, batch_size=batch_size, num_workers=workers, session=secrets.token_hex(16)
+        )
+        if self.config.start_method == "spawn":
+            pools = ConfiguredPools([self.config], limits)
+            if hosted.info.kind == "map":  # the shared pool
+                spec = replace(spec, num_workers=0, session=None)
+        service = LoaderService(pools, limits)
         await service.start()
         try:
-            spec = LoaderSpec(
-                dataset=hosted.info.name, batch_size=batch_size, num_workers=workers, session=secrets.token_hex(16)
-            )
             registered = await service.register(spec, ANYONE)
             if registered.batches is not None:
                 numbers = numbers[: registered.batches]
@@ -372,10 +393,10 @@ def _read_all(frames: Sequence[NDArray[np.uint8]], stages: Mapping[str, Latency]
     return PassResult(batches, failure, sum(map(len, frames)), stages)
 
 
-def _equal(one: PassResult, other: PassResult) -> bool:
-    """Return True if all batches that both passes computed are equal."""
-    both = one.batches.keys() & other.batches.keys()
-    return all(_encoded(one.batches[k]) == _encoded(other.batches[k]) for k in both)
+def _differing(one: PassResult, other: PassResult) -> int | None:
+    """Return the number of the first batch that differs between two passes; None if all common batches are equal."""
+    both = sorted(one.batches.keys() & other.batches.keys())
+    return next((k for k in both if _encoded(one.batches[k]) != _encoded(other.batches[k])), None)
 
 
 def _encoded(batch: Any) -> bytes:

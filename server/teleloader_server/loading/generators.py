@@ -72,18 +72,31 @@ class Generators:
 
 def find(dataset: Any) -> list[Found]:
     """Return the objects reachable from `dataset` that can be seeded, nearest first."""
-    found, seen = [], {id(each) for each in _global_generators()}
-    queue = deque([("", 0, dataset)])
+    seeded = {id(each) for each in _global_generators()}
+    return [
+        Found(path, each, seed)
+        for path, each in reachable(dataset, lambda each: _seed_function(each) is not None)
+        if id(each) not in seeded and (seed := _seed_function(each)) is not None
+    ]
+
+
+def reachable(root: Any, is_end: Callable[[Any], bool] = lambda each: False) -> Iterator[tuple[str, Any]]:
+    """Yield the objects reachable from `root` with their paths, nearest first, within the limits of the search.
+
+    Args:
+        root: Object with the path "".
+        is_end: Function that returns True for an object whose attributes and items are not searched.
+    """
+    seen: set[int] = set()
+    queue = deque([("", 0, root)])
     while queue and len(seen) < MAX_OBJECTS:
         path, depth, each = queue.popleft()
         if issubclass(type(each), _LEAVES) or id(each) in seen:
             continue
         seen.add(id(each))
-        if (seed := _seed_function(each)) is not None:
-            found.append(Found(path, each, seed))
-        elif depth < MAX_DEPTH:
+        yield path, each
+        if depth < MAX_DEPTH and not is_end(each):
             queue.extend((path + step, depth + 1, part) for step, part in _parts(each))
-    return found
 
 
 def kind_of(generator: Any) -> str:

@@ -1,0 +1,63 @@
+"""Search for the reason why a recomputed batch differs, for ``teleloader-server check``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+from teleloader_server.loading.generators import find, kind_of, reachable
+from teleloader_shared.tree import ArrayLeaf
+
+_WITHOUT_USER_CODE: Final = sys.stdlib_module_names | {"numpy", "torch"}
+
+
+def path_of_difference(one: Any, other: Any, are_equal: Callable[[Any, Any], bool], path: str = "batch") -> str:
+    """Return the path of the first value in which two batches differ, such as ``batch['image']``."""
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        pairs = ((key, one[key], other[key]) for key in one)
+    elif _is_sequence(one) and _is_sequence(other) and len(one) == len(other):
+        pairs = ((place, *both) for place, both in enumerate(zip(one, other, strict=True)))
+    for key, first, second in pairs:
+        if not are_equal(first, second):
+            return path_of_difference(first, second, are_equal, f"{path}[{key!r}]")
+    return path
+
+
+def _is_sequence(part: Any) -> bool:
+    return isinstance(part, list | tuple) and not isinstance(part, ArrayLeaf)
+
+
+def unseeded_generators(dataset: Any, modules: Iterable[str]) -> list[str]:
+    """Return descriptions of generators from which samples are probably drawn, and which workers do not seed.
+
+    These are variables of the modules that define the dataset and its transforms, and attributes that do not exist
+    before the first sample. To find the latter, a map-style dataset is used to fetch a sample in this process.
+
+    Args:
+        dataset: A dataset of which no sample was fetched in this process.
+        modules: Names of further modules, such as the one of the factory.
+    """
+    seeded = {id(found.holder) for found in find(dataset)}
+    try:
+        dataset[0]
+    except Exception:  # noqa: BLE001 - whatever user code raises; workers have fetched samples before
+        late = []
+    else:
+        late = [found for found in find(dataset) if id(found.holder) not in seeded]
+    lines = [f"dataset{found.path} ({kind_of(found.holder)}), created after the first sample" for found in late]
+    seeded |= {id(found.holder) for found in late}
+    for name, variable, value in _variables({*modules, *(type(each).__module__ for _, each in reachable(dataset))}):
+        for found in find(value):
+            if id(found.holder) not in seeded:
+                seeded.add(id(found.holder))
+                lines.append(f"{name}.{variable}{found.path} ({kind_of(found.holder)}), a variable of a module")
+    return lines
+
+
+def _variables(modules: Iterable[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield module name, name and value of the variables of modules that may belong to the user."""
+    for name in sorted(modules):
+        if name.partition(".")[0] not in _WITHOUT_USER_CODE and name in sys.modules:
+            yield from ((name, variable, value) for variable, value in list(vars(sys.modules[name]).items()))
