@@ -17,9 +17,12 @@ from typing import Any, Final, Literal
 from teleloader_server.config import ConfigError, DatasetConfig, IndexKind
 from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.collate import default_convert, lazy_collate, path_to_uncollatable
+from teleloader_server.loading.random_state import seed_all
 from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.orders.seeding import derive_seed
 
 _MAX_TEXT: Final = 64 * 1024
+_FACTORY_SEED: Final = derive_seed("dataset")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,10 +148,18 @@ def _advice(error: Exception, config: DatasetConfig) -> str:
 def open_dataset(config: DatasetConfig) -> HostedDataset:
     """Import and construct a configured dataset. Exceptions raised by user code propagate unchanged.
 
+    If several processes construct the dataset (``start_method="spawn"``), the global random generators are seeded
+    first, so that a list of files that the factory shuffles has the same order in all of them.
+
     Raises:
         ConfigError: If the dataset cannot be imported, or the imported object is not a dataset.
     """
+    is_seeded = config.start_method == "spawn"
+    if is_seeded:
+        seed_all(_FACTORY_SEED)
     found = resolve(config.factory, f"factory of dataset {config.name!r}")
+    if is_seeded:  # again, because the import may have drawn random numbers, or imported torch
+        seed_all(_FACTORY_SEED)
     if config.kwargs and not is_factory(found):
         raise ConfigError(
             f"kwargs of dataset {config.name!r} require a factory function, but {config.factory} is a dataset object: "

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from teleloader_server.config import ConfigError, DatasetConfig
-from teleloader_server.loading.datasets import HostedDataset, open_dataset, resolve
-from teleloader_server.loading.random_state import seed_all
+from teleloader_server.loading.datasets import HostedDataset, open_dataset
 from teleloader_shared.messages import DatasetInfo
-from teleloader_shared.orders.seeding import derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +23,13 @@ class DeferredDataset:
         Raises:
             ConfigError: If the dataset differs from its description.
         """
-        hosted = open_seeded(self.config)
+        hosted = open_dataset(self.config)
         if hosted.info.fingerprint != self.info.fingerprint:
             raise ConfigError(
                 f"dataset {self.config.name!r} has changed since the server started: constructed with "
                 f"{_shape(hosted.info)} in a worker, with {_shape(self.info)} before. Restart the server"
             )
         return hosted
-
-
-def open_seeded(config: DatasetConfig) -> HostedDataset:
-    """Construct a dataset with seeded random generators, so that a shuffled list of files is the same in all workers.
-
-    Exceptions raised by user code propagate unchanged.
-    """
-    seed = derive_seed("dataset")
-    seed_all(seed)
-    resolve(config.factory, f"factory of dataset {config.name!r}")
-    seed_all(seed)  # the import may have drawn random numbers, or imported torch
-    return open_dataset(config)
 
 
 def _shape(info: DatasetInfo) -> str:

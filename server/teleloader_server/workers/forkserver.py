@@ -32,8 +32,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from teleloader_server.config import ConfigError, DatasetConfig
-from teleloader_server.loading.datasets import HostedDataset, cannot_build, open_datasets
-from teleloader_server.loading.deferred import DeferredDataset, open_seeded
+from teleloader_server.loading.datasets import HostedDataset, cannot_build, open_dataset, open_datasets
+from teleloader_server.loading.deferred import DeferredDataset
 from teleloader_server.workers import messages, worker
 from teleloader_server.workers.channel import Channel, close_inherited
 from teleloader_server.workers.health import exit_reason
@@ -197,7 +197,7 @@ def _describe(config: DatasetConfig) -> DeferredDataset:
         _become_child()
         worker.configure_forked_children()
         try:
-            found: dict[str, Any] = {"info": dataclasses.asdict(open_seeded(config).info)}
+            found: dict[str, Any] = {"info": dataclasses.asdict(open_dataset(config).info)}
         except Exception as error:  # noqa: BLE001 - whatever user code raises
             found = {"error": str(cannot_build(error, config))}
         os.write(file, json.dumps(found).encode())
