@@ -124,6 +124,30 @@ def test_a_killed_worker_continues_from_the_state_of_the_dataset(tmp_path: Path)
     assert died.exists()
 
 
+def test_no_sample_of_a_shuffle_buffer_is_lost(tmp_path: Path) -> None:
+    """The state of Hugging Face's datasets lacks the buffer, so resumed shards and replacements iterate again."""
+    datasets = needed("datasets")
+    rows = datasets.Dataset.from_dict({"index": list(range(LENGTH))}).to_iterable_dataset(num_shards=4)
+    died = tmp_path / "died"
+
+    def once(row: dict[str, int]) -> dict[str, int]:
+        if row["index"] == 50 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return row
+
+    with serve(rows.shuffle(seed=1, buffer_size=8).map(once), num_workers=2) as url:
+        whole = indices(DataLoader(RemoteDataset(url), 4, num_workers=2, output="numpy"))
+        loader = DataLoader(RemoteDataset(url), 4, num_workers=2, output="numpy")
+        iterator = iter(loader)
+        first = [next(iterator) for _ in range(5)]
+        resumed = DataLoader(RemoteDataset(url), 4, num_workers=2, output="numpy")
+        resumed.load_state_dict(loader.state_dict())
+        assert indices(first) + indices(resumed) == whole
+    assert died.exists()
+    assert sorted(whole) == list(range(LENGTH))
+
+
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent the libraries' network access."""

@@ -187,8 +187,8 @@ class Shard:
             iterator.load_state_dict(copy.deepcopy(source["iterator"]))
         if not is_beginning:
             self._restore_random_numbers()  # after iter(), whose random numbers were drawn before the state was saved
-        self._keepers = {"dataset": self._dataset} if is_stateful(self._dataset) else {}
-        if iterator is not self._dataset and is_stateful(iterator):
+        self._keepers = {"dataset": self._dataset} if _is_stateful(self._dataset) else {}
+        if iterator is not self._dataset and _is_stateful(iterator):
             self._keepers["iterator"] = iterator
         if is_beginning and not self._first:
             self._first = {**_BEGINNING, **_generators(drawn)}
@@ -242,13 +242,30 @@ class Shard:
 
 def state_of_beginning(dataset: Any, epoch: int) -> str | None:
     """Return the serialized state of a dataset that is not being iterated; None if the dataset provides no state."""
-    if not is_stateful(dataset):
+    if not _is_stateful(dataset):
         return None
     try:
         state = dataset.state_dict()
     except Exception:  # noqa: BLE001 - state_dict() of many datasets fails before their iteration has started
         return None
     return user_state.pack({"epoch": epoch, **_BEGINNING, "dataset": state})
+
+
+def _is_stateful(found: Any) -> bool:
+    """Return True if the state of a dataset or iterator contains all that is needed to continue exactly.
+
+    The state of a Hugging Face IterableDataset does not contain the samples in the buffer of ``shuffle()``: they would
+    be lost. Without a state, the dataset is iterated again up to the position.
+    """
+    return is_stateful(found) and not _has_shuffle_buffer(getattr(found, "_ex_iterable", None))
+
+
+def _has_shuffle_buffer(source: Any) -> bool:
+    """Return True if a Hugging Face ``ExamplesIterable``, or one of those that it reads, has a shuffle buffer."""
+    if type(source).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    read = [getattr(source, "ex_iterable", None), *getattr(source, "ex_iterables", ())]
+    return any(_has_shuffle_buffer(other) for other in read if other is not None)
 
 
 _BEGINNING: Final[dict[str, Any]] = {"next": 0, "samples": 0, "ended": False}
