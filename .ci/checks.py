@@ -35,6 +35,7 @@ SMOKE: Final = " ".join(
 """About 60 end-to-end tests: serving, forks, kills, resumption, TLS and WebSockets."""
 FIRST_COMPARED: Final = "$(git log --format=%H --diff-filter=A -- tests/deploy/test_versions.py)"
 """Stands for the previous release until there is a tag: the commit since which releases must work together."""
+OVERRIDES: Final = "build/ci/overrides.txt"
 UNITS: Final = "tests/shared tests/client tests/server"
 NO_TORCH: Final = {"CI": ""}
 """Tests that need torch or node are skipped instead of failing: torch's wheel may not exist for every Python."""
@@ -192,14 +193,23 @@ def nightly() -> Iterator[Step]:
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
         pytest=f"{python('.venv-frameworks')} -m pytest",
     )  # fmt: skip
-    # apart, because mosaicml-streaming needs older packages; without torchvision, whose wheels need torch with CUDA
+    # without torchvision, whose wheels need torch with CUDA
+    without = f"echo 'torchvision; python_version < \"3\"' > {OVERRIDES}\n"
+    # apart, because mosaicml-streaming needs older packages
     streaming = ".venv-streaming"
     yield Step(
         "streaming libraries",
-        "echo 'torchvision; python_version < \"3\"' > build/ci/overrides.txt\n"
-        f"{installed(streaming, f'{TORCH} datasets litdata mosaicml-streaming --overrides build/ci/overrides.txt')}\n"
-        + pytest(streaming, "tests/end_to_end/test_streaming_libraries.py --timeout 300"),
+        f"{without}{installed(streaming, f'{TORCH} datasets litdata mosaicml-streaming --overrides {OVERRIDES}')}\n"
+        f"{pytest(streaming, 'tests/end_to_end/test_streaming_libraries.py --timeout 300')}\n"
+        + pytest(streaming, "tests/datasets -k mosaicml --timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"}, pytest=f"{python(streaming)} -m pytest",
+    )  # fmt: skip
+    datasets = ".venv-datasets"
+    yield Step(
+        "datasets",
+        f"{without}{installed(datasets, f'{TORCH} --group datasets --overrides {OVERRIDES}')}\n"
+        + pytest(datasets, "tests/datasets -k 'not mosaicml' --timeout 300"),
+        after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"}, pytest=f"{python(datasets)} -m pytest",
     )  # fmt: skip
     ray = ".venv-ray"
     yield Step(
