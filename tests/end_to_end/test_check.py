@@ -170,6 +170,12 @@ def test_workers_that_disturb_one_another_are_found_out() -> None:
     assert dataset["repeatable"] is False
 
 
+def test_a_memory_mapped_file_may_stay_open() -> None:
+    """Workers can share a memory-mapped file, which has no position."""
+    code, dataset = found(CHECKED + "mapped")
+    assert (code, dataset["problems"]) == (0, [])
+
+
 def test_an_iterable_dataset_that_divides_itself() -> None:
     """A dataset that divides itself among workers has no problems."""
     code, dataset = found(CHECKED + "Shards")

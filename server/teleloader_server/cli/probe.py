@@ -419,14 +419,18 @@ def _advice_on(failure: Failure) -> str:
 
 
 def _open_files() -> set[str]:
-    """Return the paths of the regular files that are open in this process."""
+    """Return the paths of the regular files that are open in this process, except memory-mapped ones.
+
+    A mapping, such as a `numpy.memmap`, keeps its file open, but reads do not use the position in the file.
+    """
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor of the directory listing itself is already closed
             target = entry.readlink()
             if target.is_absolute() and target.is_file():
                 found.add(str(target))
-    return found
+    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return found - mapped
 
 
 class _Counter:
