@@ -50,12 +50,13 @@ class Recipe:
     """Libraries, by module name."""
     kwargs: files.Kwargs = field(default_factory=dict)
     collate: str | None = None
+    start_method: str = "fork"
 
 
 MAP = {
     "Hugging Face, torch": Recipe("hugging_face:rows", files.hugging_face, ("datasets",)),
     "Hugging Face, numpy": Recipe("hugging_face:rows", files.hugging_face, ("datasets",), {"format": "numpy"}),
-    "Lance": Recipe("lance_rows:Rows", files.lance, ("lance",)),
+    "Lance": Recipe("lance_rows:Rows", files.lance, ("lance",), start_method="spawn"),
     "HDF5": Recipe("hdf5:Images", files.hdf5, ("h5py",)),
     "Zarr": Recipe("zarr_images:Images", files.zarr, ("zarr",)),
     "LMDB": Recipe("lmdb_samples:Samples", files.lmdb, ("lmdb",)),
@@ -150,6 +151,7 @@ def serving(named: dict[str, Recipe], folder: Path, data: Path) -> Iterator[tupl
         kwargs = {**recipe.write(data), **recipe.kwargs}
         settings = {"factory": recipe.factory, **({"collate": recipe.collate} if recipe.collate else {})}
         lines = {key: f"recipes.{value}" for key, value in settings.items()}
+        lines["start_method"] = recipe.start_method
         lines |= {f"kwargs.{key}": value for key, value in kwargs.items()}
         config += f"[datasets.{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items())
     path = data / "loader.toml"

@@ -27,6 +27,8 @@ def assert_same(got: Any, expected: Any, path: str = "batch") -> None:
         assert got.dtype == expected.dtype, path
         assert got.shape == expected.shape, path
         assert _bits(got) == _bits(expected), path
+    elif hasattr(expected, "to_dict"):  # a graph
+        assert_same(got.to_dict(), expected.to_dict(), path)
     else:
         assert got == expected, path
 
