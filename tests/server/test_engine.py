@@ -24,7 +24,7 @@ from tests.server.dispatching import Tasks
 
 BUDGET = 2**20
 SOURCE = EngineSource(None, "--num-workers {}")
-REPORT = GroupReport([1], failed=False, stages=[[1.0], [0.0], [0.0]], cpu_wait=0.0)
+REPORT = GroupReport([1], failed=False, stages=[[1.0], [0.0], [0.0]], cpu_wait=0.0, slowest=[None])
 
 
 class FakePool:
