@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from teleloader.api.backoff import Backoff
 from teleloader.api.control import Server, Unreached
 from teleloader.api.credentials import Credentials
+from teleloader.construction import Construction
 from teleloader.errors import exception_of
 from teleloader.fleet.servers import Servers, nearest
 from teleloader.fleet.trust import check_environment
@@ -53,6 +54,9 @@ class RemoteDataset:
     to their numbers of workers). All clients request a block from the same server, which computes it once. A request
     that takes too long is also sent to a second server. A failed server is taken out of rotation and retried
     periodically. (All shards of an iterable-style dataset are loaded by one server at a time.)
+
+    A copy (`copy`, pickle) is a new object with the same arguments, which connects to the servers itself. Pickles
+    contain no `token`, except while `multiprocessing` starts a process with the object as an argument.
 
     Args:
         url: URL of the server, such as ``"http://cpu-box:8000"``, or a sequence of URLs, or a directory that lists
@@ -111,6 +115,7 @@ class RemoteDataset:
         stall_timeout: float = DEFAULT_STALL_TIMEOUT,
     ) -> None:
         token = None if token is None else Secret(token)  # first: tracebacks of later errors must not show it
+        self._construction = Construction(self, locals())
         if not stall_timeout > 0:
             raise ValueError(f"stall_timeout must be greater than 0 seconds, got {stall_timeout!r}")
         credentials = Credentials(token, ca, cert, key)
@@ -121,6 +126,7 @@ class RemoteDataset:
         """Versions of libraries that all servers must have: those of most servers. None to accept any."""
         self._allow_mixed_environments = allow_mixed_environments
         self._info = self._persistently(lambda: self._found(name))
+        self._construction.end(self)
 
     @property
     def url(self) -> str:
@@ -216,6 +222,9 @@ class RemoteDataset:
             return frame
 
         return self._persistently(request)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._construction.reduce(self, RemoteDataset.__init__)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_info"):  # __init__ failed, and an error reporter prints the object

@@ -23,6 +23,7 @@ from teleloader.arguments import (
     warn_of_pinning,
     warn_of_too_many_workers,
 )
+from teleloader.construction import Construction
 from teleloader.fetch.direct import DirectDataset
 from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Progress
 from teleloader.frameworks import SkippedBatches, integrate_accelerate
@@ -65,7 +66,8 @@ class DataLoader:
 
     The arguments up to `in_order` are those of torch 2.13, with its defaults, exclusions and error messages;
     docs/differences.md lists the differences. The first ``iter()`` yields epoch 0, each further one the next epoch;
-    `set_epoch` selects an epoch. Batches are yielded in order.
+    `set_epoch` selects an epoch. Batches are yielded in order. A copy (`copy`, pickle) is a new loader with the current
+    arguments, which starts with epoch 0.
 
     The arguments select the order of the samples:
 
@@ -190,6 +192,7 @@ class DataLoader:
         error_retries: int = 2,
         max_errors: float = 0.01,
     ) -> None:
+        self._construction = Construction(self, locals())
         self._remote = remote = find_dataset(dataset, num_workers)
         check(
             Arguments(
@@ -226,6 +229,7 @@ class DataLoader:
         # torch's rank is read at each use, because the loader may be created before the process group
         self._distributed = rank is None and world_size is None and user_sampler is None
         self._init_state()
+        self._construction.end(self)
 
     def _make_orders(self, user_sampler: Any, *, shuffle: bool) -> Orders:
         """Create the samplers that torch's DataLoader would create, and return the loader's orders."""
@@ -333,7 +337,10 @@ class DataLoader:
         return self._new_iterator(self._placement())
 
     def _skip_first_batches(self, num_batches: int) -> SkippedBatches:
-        return SkippedBatches(self, num_batches, lambda first: self._new_iterator(self._placement(), first))
+        return SkippedBatches(self, num_batches, self._begin_at)
+
+    def _begin_at(self, first_batch: int) -> LoaderIterator:
+        return self._new_iterator(self._placement(), first_batch)
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """Return an asynchronous iterator of the next epoch; waiting for a batch does not block the event loop."""
@@ -562,6 +569,9 @@ class DataLoader:
         The server reports the bottleneck, and the number of workers needed: ``teleloader stats URL``.
         """
         return self._measures.stats()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._construction.reduce(self, DataLoader.__init__)
 
     def __repr__(self) -> str:
         spec = self.spec

@@ -21,7 +21,7 @@ from teleloader.tensors.memory import HostBuffers, pageable_memory
 from teleloader.tensors.output import choose_output
 from teleloader.transport.interface import BatchServer, TransportError
 from teleloader.transport.request import BatchRequest
-from teleloader.transport.selection import fakes, server_at
+from teleloader.transport.selection import fakes
 from teleloader.transport.tracing import RequestTrace
 from teleloader_shared import codec, local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, BatchId, Frame, Memory
@@ -120,9 +120,6 @@ class _InProcessServer(BatchServer):
     ) -> None:
         super().__init__(url, timeout, credentials, server_name)
         self._running = fake
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return server_at, (self.url, self.timeout, self.credentials)
 
     @property
     def _fake(self) -> FakeServer:

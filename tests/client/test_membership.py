@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -127,17 +125,6 @@ def test_a_failed_server_leaves_if_the_readable_part_of_a_listing_does_not_conta
     assert membership.urls == urls(A, B)
     membership.failed(B.url)
     assert membership.urls == urls(A)
-
-
-def test_a_copy_on_another_machine_measures_the_grace_time_anew() -> None:
-    """A pickled membership measures the grace time anew, because monotonic clocks of machines differ."""
-    membership = known(A, B)
-    membership.observe(complete(B), 1.0)
-    copy: Membership = pickle.loads(pickle.dumps(membership))
-    copy.observe(complete(B), 1e9)
-    assert copy.urls == urls(A, B)
-    copy.observe(complete(B), 1e9 + GRACE_S)
-    assert copy.urls == urls(B)
 
 
 def test_a_client_always_knows_a_server() -> None:

@@ -428,7 +428,7 @@ def test_the_token_shows_nowhere(
     note(lambda: vars(remote.servers.known[0]))
     note(lambda: (loader, loader.state_dict()))
     note(lambda: pickle.dumps(remote))
-    note(lambda: pickle.dumps(remote.servers.known[0].credentials))
+    note(lambda: pickle.dumps(loader))
     note(lambda: RemoteDataset(server.url, "nothing", token=token))
     note(lambda: remote.batch(LoaderSpec(dataset="failing", batch_size=4), 0, 10**6))
     many = iter(DataLoader(RemoteDataset(server.url, "many", token=token, reconnect_timeout=0.2), 4, output="numpy"))

@@ -1,6 +1,6 @@
 """Client credentials (token and certificate) and trusted CAs.
 
-The token never appears in a ``repr``, error message, pickle or saved state, and is a `Secret` in each local variable.
+The token never appears in a ``repr``, error message or saved state, and is a `Secret` in each local variable.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ssl
 import threading
 import weakref
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from teleloader_shared.errors import TlsError
 from teleloader_shared.forks import after_fork_in_child
@@ -93,13 +93,6 @@ class Credentials:
 
     def __repr__(self) -> str:
         return "Credentials(...)"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Credentials:
-        return self  # copies within a process may share the token
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # no token in pickles: the process that unpickles reads the token from its environment
-        return Credentials, (None, self._ca, self._cert, self._key)
 
     def _read(self) -> Secret | None:
         if self._given is not None:

@@ -486,7 +486,7 @@ class LoaderIterator:
         raise StopIteration
 
     def __reduce__(self) -> NoReturn:
-        raise NotImplementedError("{} cannot be pickled", type(self).__name__)
+        raise _unpicklable(self)
 
 
 class AsyncLoaderIterator:
@@ -503,6 +503,16 @@ class AsyncLoaderIterator:
         if self._iterator is None:
             self._iterator = await asyncio.to_thread(self._begin)
         return await self._iterator.__anext__()
+
+    def __reduce__(self) -> NoReturn:
+        raise _unpicklable(self)
+
+
+def _unpicklable(iterator: object) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(iterator).__name__} cannot be copied or pickled: copy or pickle the DataLoader and its state_dict() "
+        "in place of the iterator"
+    )
 
 
 _iterations: set[Iteration] = set()

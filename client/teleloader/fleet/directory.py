@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 from teleloader.api.control import Server
@@ -171,9 +171,6 @@ class RegistryDirectory:
             request.join()  # the timeout of the request limits this wait
         self._pending = [request for request in requests if request.is_alive()]
         return merged([request.listing for request in requests])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RegistryDirectory, (self.address, self._registries)
 
 
 class _Request(threading.Thread):

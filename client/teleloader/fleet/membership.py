@@ -14,8 +14,6 @@ The rules:
 
 from __future__ import annotations
 
-from typing import Any
-
 from teleloader_shared.directory import MAX_SERVERS, Listing
 
 
@@ -58,7 +56,3 @@ class Membership:
         """Record that a request to a server failed."""
         if self._absent_since.get(url) is not None and len(self._absent_since) > 1:
             del self._absent_since[url]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # the monotonic clock of another machine has other times
-        return {**vars(self), "_absent_since": dict.fromkeys(self._absent_since)}

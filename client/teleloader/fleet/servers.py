@@ -168,7 +168,7 @@ class Servers:
             self._membership.observe(listing, time.monotonic())
             urls = self._membership.urls
             if tuple(server.url for server in self.known) != urls:
-                # a fork or a pickle may contain URLs without clients
+                # a fork may contain URLs without clients
                 server_name = directory.server_name
                 self.known = tuple(clients.get(url) or self._connect(url, server_name=server_name) for url in urls)
         finally:
@@ -218,15 +218,6 @@ class Servers:
             return
         with self._lock:
             self._followers = [each for each in self._followers if each() not in (None, follower)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_reading", "_followers", "_is_watched", "_read_at", "_logged_at")
-        return {name: value for name, value in vars(self).items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._reset()
-        _created.add(self)
 
     def _reset(self) -> None:
         """Create the state of this process: threads and locks of a parent process do not exist in its children."""
