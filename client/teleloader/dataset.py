@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 import os
@@ -35,6 +36,7 @@ from teleloader_shared.errors import (
     UnknownDataset,
 )
 from teleloader_shared.messages import PREVIEW, DatasetInfo, Registration
+from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.secret import Secret
 from teleloader_shared.spec import LoaderSpec
 
@@ -169,7 +171,8 @@ class RemoteDataset:
     def __getitem__(self, index: SupportsIndex) -> Any:
         """Return one sample of a map-style dataset, as ``DataLoader(..., batch_size=None)`` yields it.
 
-        Each call sends a request, so use it only to inspect a dataset. For training use a `DataLoader`.
+        Each call sends a request. To fetch several samples together, use `__getitems__`; for training use a
+        `DataLoader`.
 
         Args:
             index: Index of the sample; negative indices count from the end.
@@ -179,19 +182,60 @@ class RemoteDataset:
             TypeError: If the dataset is iterable-style.
             Exception: If the dataset raises an exception for the sample.
         """
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Iterable[SupportsIndex]) -> list[Any]:
+        """Return several samples, equal to ``[dataset[index] for index in indices]``, with a common request.
+
+        torch's `DataLoader`, `Subset` and `random_split` call this method with the indices of a batch. The samples are
+        computed by all workers of the server.
+
+        Args:
+            indices: Indices of the samples; negative indices count from the end. An index may occur repeatedly.
+
+        Raises:
+            IndexError: If an index is out of range.
+            TypeError: If the dataset is iterable-style.
+            Exception: If the dataset raises an exception for a sample; that of the first such sample.
+        """
         if self.iterable:
             raise TypeError(f"iterable-style dataset {self.name!r} cannot be indexed: iterate over a DataLoader")
         length = len(self)
-        position = operator.index(index) + (length if operator.index(index) < 0 else 0)
+        positions = [self._position(operator.index(index), length) for index in indices]
+        samples = self._samples(sorted(set(positions))) if positions else {}
+        found: list[Any] = []
+        repeated: set[int] = set()
+        for position in positions:
+            frame = samples[position]
+            if isinstance(frame.content, Failure):
+                raise exception_of(frame.content, frame.batch_id, self.url)
+            # a caller that changes a sample in place must not change another one
+            found.append(copy.deepcopy(frame.content) if position in repeated else frame.content)
+            repeated.add(position)
+        return found
+
+    def _position(self, index: int, length: int) -> int:
+        position = index + length if index < 0 else index
         if not 0 <= position < length:
-            raise IndexError(
-                f"index {operator.index(index)} is out of range: dataset {self.name!r} has {length} samples"
-            )
-        spec = LoaderSpec(dataset=self.name, batch_size=None)
-        frame = self.batch(spec, 0, position, consumer=f"{consumers_prefix()}samples")
-        if isinstance(frame.content, Failure):
-            raise exception_of(frame.content, frame.batch_id, self.url)
-        return frame.content
+            raise IndexError(f"index {index} is out of range: dataset {self.name!r} has {length} samples")
+        return position
+
+    def _samples(self, positions: list[int]) -> dict[int, Frame]:
+        """Fetch the frames of samples, by index."""
+        numbers = BatchRanges.of(positions)
+        spec = LoaderSpec(dataset=self.name, batch_size=None, fingerprint=self._info.fingerprint)
+
+        def request() -> list[Frame]:
+            server, registered = self._register(spec, epoch=0)
+            try:
+                frames = server.batches(registered.key, 0, numbers, consumer=f"{consumers_prefix()}samples")
+            except ServerUnavailable as error:
+                server.failed(error)  # the next attempt prefers another server
+                raise
+            server.succeeded()
+            return frames
+
+        return dict(zip(positions, self._persistently(request), strict=True))
 
     def batch(
         self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None, *, consumer: str = PREVIEW

@@ -66,6 +66,7 @@ logger = logging.getLogger("teleloader")
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Server = TypeVar("_Server", bound="Server")
 
 
 class Unreached(ServerUnavailable):
@@ -81,9 +82,9 @@ class Response(NamedTuple):
     """Seconds to wait before a retry, from the ``Retry-After`` header; 0.0 if the header is missing or invalid."""
 
 
-def _confirmed(
-    request: Callable[Concatenate[Server, _Arguments], _Result],
-) -> Callable[Concatenate[Server, _Arguments], _Result]:
+def confirmed(
+    request: Callable[Concatenate[_Server, _Arguments], _Result],
+) -> Callable[Concatenate[_Server, _Arguments], _Result]:
     """Decorate a request so that a refused request is repeated once, immediately, on a new connection.
 
     Any refusal may result from a corrupted bit in the request or the response. Three kinds of errors are raised
@@ -93,7 +94,7 @@ def _confirmed(
     """
 
     @wraps(request)
-    def confirmed(server: Server, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def repeated(server: _Server, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         try:
             return request(server, *args, **kwargs)
         except (ServerUnavailable, TlsError):
@@ -103,7 +104,7 @@ def _confirmed(
                 raise
         return request(server, *args, **kwargs)
 
-    return confirmed
+    return repeated
 
 
 class Server:
@@ -154,7 +155,7 @@ class Server:
         """True if the latest error is less than `SUSPECT_S` old, and the server has not responded since."""
         return self.last_error is not None and 0 <= time.monotonic() - self._failed_at < SUSPECT_S
 
-    @_confirmed
+    @confirmed
     def datasets(self) -> list[DatasetInfo]:
         """Fetch the descriptions of all hosted datasets that the client may access."""
         datasets = self._request("GET", DATASETS_PATH, limit=MAX_JSON_BYTES)
@@ -165,7 +166,7 @@ class Server:
             )
         return [record(DatasetInfo, fields, self.url) for fields in datasets]
 
-    @_confirmed
+    @confirmed
     def dataset(self, name: str) -> DatasetInfo:
         """Fetch the description of one dataset.
 
@@ -174,7 +175,7 @@ class Server:
         """
         return record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"), self.url)
 
-    @_confirmed
+    @confirmed
     def servers(self) -> list[Any]:
         """Fetch the servers that announced themselves to this one; the values are not validated.
 
@@ -191,7 +192,7 @@ class Server:
             )
         return servers
 
-    @_confirmed
+    @confirmed
     def register(self, spec: LoaderSpec, epoch: int) -> Registration:
         """Register a loader with the server (idempotent).
 
@@ -220,7 +221,7 @@ class Server:
             )
         return registered
 
-    @_confirmed
+    @confirmed
     def touch(self, key: str) -> None:
         """Send a heartbeat, which keeps a session alive while the client requests no batches.
 
@@ -235,11 +236,11 @@ class Server:
         with suppress(TeleloaderError):
             self._end_session(key)
 
-    @_confirmed
+    @confirmed
     def _end_session(self, key: str) -> None:
         self._request("DELETE", loader_path(key), timeout=END_TIMEOUT)
 
-    @_confirmed
+    @confirmed
     def batch(self, batch_id: BatchId, listed: bytes | None = None, *, consumer: str) -> Frame:
         """Fetch and decode one batch.
 
@@ -265,7 +266,7 @@ class Server:
             )
         return frame
 
-    @_confirmed
+    @confirmed
     def stats(self, limit: int) -> Any:
         """Fetch the statistics of the server (``/stats``) as JSON.
 

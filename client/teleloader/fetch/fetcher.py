@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Final
 
 from teleloader.api.backoff import Backoff
@@ -21,9 +20,9 @@ from teleloader.tensors.devices import Device
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.interface import BatchServer, Connection, SilentConnection
 from teleloader.transport.request import BatchRequest
+from teleloader.transport.response import decode
 from teleloader.transport.tracing import IterationTrace
-from teleloader_shared import codec
-from teleloader_shared.codec import BatchId, End, Frame, Memory
+from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
 from teleloader_shared.messages import READY_BYTES
 from teleloader_shared.spec import LoaderSpec
@@ -283,7 +282,11 @@ class Fetcher:
                 continue
             began = time.perf_counter()
             last_byte = time.time_ns()
-            frames, nbytes = self._decode(memory, wanted, connection.verified), len(memory.data)
+            frames = decode(
+                memory, BatchId(self._options.key, self._options.epoch, 0), wanted.batches,
+                self._options.max_batch_bytes, verified=connection.verified, has_shards=self._shards is not None,
+            )  # fmt: skip
+            nbytes = len(memory.data)
             if self._shards is not None:
                 self._shards.add(frames, memory.data)
             del memory  # a waiting thread must not keep a batch in memory
@@ -369,26 +372,6 @@ class Fetcher:
             with self._control_request():
                 self._servers[0].touch(self._options.key)
             self._last_request, self._has_received = time.monotonic(), True
-
-    def _decode(self, memory: Memory, wanted: BatchRequest, verified: int) -> list[Frame]:
-        """Decode a response, which must consist of the first requested batches."""
-        frames = []
-        key, epoch = self._options.key, self._options.epoch
-        try:
-            read = codec.read_all(memory, self._options.max_batch_bytes, verified=verified)
-            for frame, number in zip(read, chain(wanted.batches, [None]), strict=False):
-                if number is None:
-                    raise CorruptFrame(f"received more than the {len(wanted.batches)} requested batches")
-                if frame.batch_id != (key, epoch, number):
-                    raise CorruptFrame(f"received {frame.batch_id}, expected {BatchId(key, epoch, number)}")
-                if isinstance(frame.content, End) and not self._reorder_buffer.scheduler.has_shards:
-                    raise CorruptFrame(f"received the end of a shard, expected batch {number} of a map-style dataset")
-                frames.append(frame)
-        except ProtocolError as error:
-            raise CorruptFrame(str(error)) from error
-        if not frames:
-            raise CorruptFrame("received no batch")
-        return frames
 
     def _close(self, connection: Connection) -> None:
         with self._reorder_buffer.changed:
