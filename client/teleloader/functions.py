@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -15,7 +16,7 @@ from teleloader_shared.messages import DatasetInfo
 def name_on_server(
     owner: object,
     argument: str,
-    function: Callable[..., Any] | None,
+    function: Callable[..., Any] | str | None,
     dataset: RemoteDataset | DirectDataset,
     *,
     batched: bool = True,
@@ -28,35 +29,69 @@ def name_on_server(
     Args:
         owner: The loader, whose attribute `argument` is the function.
         argument: ``collate_fn`` or ``worker_init_fn``.
-        function: Value of the argument.
+        function: Value of the argument: a callable, or its name on the server, as ``module:name``. A callable without a
+            name of its own, such as an instance of a class, has the name of the variable of a module that refers to it.
         dataset: Dataset of the loader.
         batched: False if `function` is called with single samples (``batch_size=None``), not lists of samples.
 
     Raises:
-        TypeError: If `function` is not callable.
+        TypeError: If `function` is neither callable nor a name, or is a name and the dataset is hosted in this process.
         ValueError: If the server does not allow a function of that name.
     """
     if function is None:
         return None
-    if not callable(function):
-        raise TypeError(f"{argument} must be a function, got {function!r:.80}")
+    is_local = isinstance(dataset, DirectDataset) or dataset.is_here
+    if not (callable(function) or (isinstance(function, str) and ":" in function and not is_local)):
+        names = "" if is_local else ", or the name of a function on the server, as 'module:name'"
+        raise TypeError(f"{argument} must be a function{names}; got {function!r:.80}")
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     torchs = argument == "collate_fn" and _is_torchs_default(module, name, batched=batched)
     if torchs and dataset.info.collate == "default":
         return None
     if isinstance(dataset, DirectDataset) or dataset.is_here:
         return local.register_function(owner, argument)
-    if not isinstance(function, FunctionType | BuiltinFunctionType | type) or "<" in str(name):
-        raise ValueError(
-            f"{argument}={name or repr(function)[:80]} runs on the server, but {dataset.url} can import only "
-            "module-level functions: define the function in a module that is installed on the server, and allow the "
-            "function in the server's configuration"
-        )
-    found, info = f"{module}:{name}", dataset.info
-    if found == (info.collate if argument == "collate_fn" else info.worker_init):
+    info = dataset.info
+    default = info.collate if argument == "collate_fn" else info.worker_init
+    found = function if isinstance(function, str) else _variable(function, [default or "", *info.functions])
+    if found is None and isinstance(function, FunctionType | BuiltinFunctionType | type) and "<" not in str(name):
+        found = f"{module}:{name}"
+    if found is None:
+        raise _unnamed(argument, function, dataset.url)
+    if found == default:
         return None
     _check_allowed(argument, found, info, dataset.url)
     return found
+
+
+def _variable(function: object, names: list[str]) -> str | None:
+    """Return the first of the names that refers to `function` in an imported module of this process, or None.
+
+    The names come from the server. Modules are therefore not imported, and attributes of objects not evaluated.
+    """
+    for each in names:
+        module, _, variable = each.partition(":")
+        variables = getattr(sys.modules.get(module), "__dict__", {})
+        if module != "__main__" and variable in variables and variables[variable] is function:
+            return each
+    return None
+
+
+def _unnamed(argument: str, function: object, url: str) -> ValueError:
+    """Create the error for a callable without a name on the server; the text shows how to name the callable."""
+    variable, parameter = ("collate", "samples") if argument == "collate_fn" else ("init", "worker_id")
+    owner = getattr(function, "__self__", function)  # that of a bound method
+    if isinstance(function, FunctionType):
+        definition = f"def {variable}({parameter}): ..."
+    else:
+        method = "" if owner is function else f".{getattr(function, '__name__', '')}"
+        definition = f"{variable} = {type(owner).__name__}(...){method}"
+    shown, name = getattr(function, "__qualname__", None) or repr(function)[:80], f"my_package.data:{variable}"
+    return ValueError(
+        f"{argument}={shown} runs on the server, but {url} finds functions only by the names in its configuration. "
+        f"Define it in a module that is installed on the server, for example in my_package/data.py: {definition}; add "
+        f'functions = ["{name}"] to the server\'s configuration; then pass {argument}="{name}", or import the object '
+        "from that module"
+    )
 
 
 def _check_allowed(argument: str, function: str, info: DatasetInfo, url: str) -> None:

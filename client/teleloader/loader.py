@@ -92,8 +92,9 @@ class DataLoader:
             ``get_worker_info()`` is None. For an object of this process, number of workers; 0 loads it in the thread
             that calls ``next()`` or, if `serve` hosts the object, in the workers of `serve`. Other servers ignore the
             value for map-style datasets, because all loaders share the workers.
-        collate_fn: Builds a batch from a list of samples, on the server, which must allow the function by name; for an
-            object of this process any function. None (the default) uses the server's collate function.
+        collate_fn: Builds a batch from a list of samples, on the server, which must allow the function by name: a
+            function of a module, another callable that is a variable of a module, or the name, as ``"module:name"``.
+            For an object of this process any callable. None (the default) uses the server's collate function.
         pin_memory: Whether to receive batches into page-locked memory, for fast copies to an accelerator; False by
             default.
         drop_last: Whether to omit an incomplete last batch; False by default.
@@ -164,11 +165,11 @@ class DataLoader:
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Any] | None = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | str | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
+        worker_init_fn: Callable[[int], None] | str | None = None,
         multiprocessing_context: Any = None,
         generator: Any = None,
         *,

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os.path
 import statistics
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,22 +132,76 @@ def test_any_other_function_is_refused(dataset: RemoteDataset, function: Callabl
 
 
 @pytest.mark.parametrize(
-    "function",
-    [Made(), functools.partial(statistics.mean), Made().collate, lambda samples: samples],
+    ("function", "definition"),
+    [
+        (Made(), "collate = Made(...);"),
+        (functools.partial(statistics.mean), "collate = partial(...);"),
+        (Made().collate, "collate = Made(...).collate;"),
+        (lambda samples: samples, "def collate(samples): ...;"),
+    ],
     ids=["object", "partial", "bound method", "lambda"],
 )
-def test_what_has_no_name_is_refused(dataset: RemoteDataset, function: Callable[..., Any]) -> None:
-    """A function that a server cannot find by name is rejected, and the error proposes no name."""
+def test_the_refusal_of_a_callable_without_a_name_shows_how_to_name_it(
+    dataset: RemoteDataset, function: Callable[..., Any], definition: str
+) -> None:
+    """The error has the definition, the entry of the server's configuration, and the argument to pass."""
     with pytest.raises(ValueError, match=r"collate_fn=.* runs on the server") as refused:
         named(dataset, function)
-    assert "functions = [" not in str(refused.value)
+    for text in (definition, 'functions = ["my_package.data:collate"]', 'pass collate_fn="my_package.data:collate"'):
+        assert text in str(refused.value)
+
+
+made = Made()
+partial = functools.partial(statistics.mean)
+shortest = lambda samples: min(samples, key=len)  # noqa: E731 - a lambda that is a variable of a module
+bound = made.collate
+
+
+@pytest.mark.parametrize("variable", ["made", "partial", "shortest", "bound", "Made"])
+def test_a_variable_of_a_module_gives_a_callable_its_name(info: dict[str, Any], variable: str) -> None:
+    """Any callable goes by the allowed name of the variable that refers to it, or as the default by no name."""
+    name = f"{__name__}:{variable}"
+    with fake_server(lambda request: 500, {**info, "functions": ["statistics:mean", name]}) as url:
+        assert named(RemoteDataset(url), globals()[variable]) == name
+        with pytest.raises(ValueError, match="runs on the server"):
+            named(RemoteDataset(url), Made())
+    with fake_server(lambda request: 500, {**info, "collate": name}) as url:
+        assert named(RemoteDataset(url), globals()[variable]) is None
+
+
+def test_allowed_names_are_neither_imported_nor_evaluated(info: dict[str, Any]) -> None:
+    """A server cannot make the client import modules, evaluate attributes, or name objects of the main script."""
+    names = ["antigravity:geohash", "tests.client.test_functions:Made.collate", "__main__:made", "made", ":", "a:b:c"]
+    main = sys.modules["__main__"]
+    main.made = made  # type: ignore[attr-defined]
+    try:
+        with (
+            fake_server(lambda request: 500, {**info, "functions": names}) as url,
+            pytest.raises(ValueError, match="runs on the server"),
+        ):
+            named(RemoteDataset(url), made)
+    finally:
+        del main.made
+    assert "antigravity" not in sys.modules
+
+
+def test_a_name_stands_for_the_function(dataset: RemoteDataset) -> None:
+    """The name as in the server's configuration has the effect of the function, without its module on this machine."""
+    assert named(dataset, "statistics:mean") == "statistics:mean"
+    assert named(dataset, "statistics:median") is None
+    with pytest.raises(
+        ValueError, match=r'not allow collate_fn=no\.such:function .* functions = \["no\.such:function"\]'
+    ):
+        named(dataset, "no.such:function")
 
 
 @pytest.mark.parametrize("argument", ["collate_fn", "worker_init_fn"])
-@pytest.mark.parametrize("function", [5, "statistics:mean", [statistics.mean]], ids=label)
+@pytest.mark.parametrize("function", [5, "mean", [statistics.mean]], ids=label)
 def test_what_cannot_be_called_is_refused(dataset: RemoteDataset, argument: str, function: Any) -> None:
-    """Values other than callables are rejected, names included."""
-    with pytest.raises(TypeError, match=f"{argument} must be a function, got "):
+    """Values other than callables and names are rejected."""
+    with pytest.raises(
+        TypeError, match=f"{argument} must be a function, or the name of a function on the server.*got "
+    ):
         named(dataset, function, argument)
 
 
@@ -180,3 +235,9 @@ def test_a_function_is_lent_for_as_long_as_its_loader_lives(served_here: RemoteD
     del owner
     gc.collect()
     assert [name is not None and local.registered_function(name) for name in names] == [None, max]
+
+
+def test_a_server_of_this_process_takes_no_names(served_here: RemoteDataset) -> None:
+    """A server in this process has no configuration with names."""
+    with pytest.raises(TypeError, match="collate_fn must be a function; got 'statistics:mean'"):
+        named(served_here, "statistics:mean")
