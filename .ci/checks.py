@@ -193,6 +193,12 @@ def nightly() -> Iterator[Step]:
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
         pytest=f"{python('.venv-frameworks')} -m pytest",
     )  # fmt: skip
+    yield Step(
+        "pyright",
+        f"{UV} pip install --quiet --python {python('.venv-frameworks')} pyright\n"
+        f".venv-frameworks/bin/pyright --pythonpath {python('.venv-frameworks')}",
+        after=("frameworks",),
+    )
     # without torchvision, whose wheels need torch with CUDA
     without = f"echo 'torchvision; python_version < \"3\"' > {OVERRIDES}\n"
     # apart, because mosaicml-streaming needs older packages

@@ -49,7 +49,7 @@ def rank_main(rank: int, url: str, with_sampler: bool) -> None:
 
 def train(url: str, with_sampler: bool) -> None:
     """Train a linear model."""
-    dataset = RemoteDataset(url)
+    dataset: Any = RemoteDataset(url)
     if with_sampler:
         sampler: Any = DistributedSampler(dataset)  # reads the ranks from torch.distributed
         loader = DataLoader(dataset, batch_size=32, sampler=sampler)

@@ -34,9 +34,11 @@ class Classifier(Protocol):
 
     def step(self, images: Array, labels: Array, learning_rate: float) -> float:
         """Update the parameters with one batch; return the loss before the update."""
+        ...
 
     def predict(self, images: Array) -> Array:
         """Return the most likely class of each image."""
+        ...
 
 
 class TorchClassifier:

@@ -14,6 +14,7 @@ ACCELERATE_USE_CPU=true. Two ranks repeat one of the 1,541 samples, as Distribut
 import argparse
 import gc
 import tempfile
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -41,7 +42,8 @@ def train(accelerator: Accelerator, url: str, epochs: int) -> None:
             accelerator.backward(loss)
             optimizer.step()
             samples += len(labels)
-        accelerator.print(f"epoch {epoch}: {int(accelerator.reduce(samples))} samples on all ranks")
+        total: Any = accelerator.reduce(samples)
+        accelerator.print(f"epoch {epoch}: {int(total)} samples on all ranks")
 
     with torch.no_grad():
         right, tested = torch.zeros((), device=accelerator.device), 0

@@ -9,8 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from types import GenericAlias
-from typing import Any, ClassVar, Final, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, SupportsIndex
 
 from teleloader import state
 from teleloader.arguments import (
@@ -60,12 +59,23 @@ _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset
 _numbers = itertools.count()
 """Sequence numbers of the loaders in this process, part of their consumer names."""
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
 
-class DataLoader:
+    Batch = TypeVar("Batch", default=Any, covariant=True)
+else:
+    from typing import TypeVar
+
+    Batch = TypeVar("Batch", covariant=True)
+
+
+class DataLoader(Generic[Batch]):
     """Replacement for ``torch.utils.data.DataLoader`` that loads batches from a remote dataset.
 
     The arguments up to `in_order` are those of torch 2.13, with its defaults, exclusions and error messages;
-    docs/differences.md lists the differences. The first ``iter()`` yields epoch 0, each further one the next epoch;
+    docs/differences.md lists the differences. As in torch, the class is generic in its batches, such as
+    ``DataLoader[tuple[torch.Tensor, torch.Tensor]]``; their type is that of the result of `device_transform`, or the
+    declared one. The first ``iter()`` yields epoch 0, each further one the next epoch;
     `set_epoch` selects an epoch. Batches are yielded in order. A copy (`copy`, pickle) is a new loader with the current
     arguments, which starts with epoch 0.
 
@@ -186,7 +196,7 @@ class DataLoader:
         compression: Compression | None = None,
         max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
         device: Any = None,
-        device_transform: Callable[[Any], Any] | None = None,
+        device_transform: Callable[[Any], Batch] | None = None,
         device_ahead: int = DEFAULT_DEVICE_AHEAD,
         sharding: Any = None,
         on_error: OnError = "raise",
@@ -268,8 +278,6 @@ class DataLoader:
     _is_accelerate_prepared: ClassVar[bool] = True
     """Prevents accelerate's `prepare_data_loader` from wrapping the loader, which handles ranks and devices itself."""
 
-    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)  # torch's DataLoader is generic in its batches
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and getattr(self, "_initialised", False):
             raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
@@ -334,7 +342,7 @@ class DataLoader:
 
     # -- iteration
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return self._new_iterator(self._placement())
 
     def _skip_first_batches(self, num_batches: int) -> SkippedBatches:
@@ -343,7 +351,7 @@ class DataLoader:
     def _begin_at(self, first_batch: int) -> LoaderIterator:
         return self._new_iterator(self._placement(), first_batch)
 
-    def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[Batch]:
         """Return an asynchronous iterator of the next epoch; waiting for a batch does not block the event loop."""
         placement = self._placement()  # in this thread: the current device is per thread, and iter() runs in another
         return AsyncLoaderIterator(lambda: self._new_iterator(placement))

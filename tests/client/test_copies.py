@@ -100,6 +100,23 @@ def test_a_copy_of_a_subclass_has_its_class_and_attributes(make_copy: Callable[[
     assert epoch(copied) == epoch(Named(fake.url, "train"))
 
 
+class OfNumbers(DataLoader[int]):
+    """Loader that declares the type of its batches."""
+
+
+@pytest.mark.parametrize("make_copy", COPIES)
+@pytest.mark.parametrize("kind", [DataLoader[int], OfNumbers], ids=["subscribed", "subclass"])
+def test_the_declared_type_of_batches_has_no_effect(
+    kind: Any, make_copy: Callable[[Any], Any], fake: FakeServer
+) -> None:
+    """Loaders can be created and derived with a type of their batches, as in torch, and copied."""
+    made = kind(RemoteDataset(fake.url), 4, output="numpy")
+    copied = make_copy(made)
+    assert isinstance(copied, DataLoader)
+    assert type(copied) is type(made)
+    assert epoch(copied) == epoch(made)
+
+
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, by_pickle, by_cloudpickle])
 def test_a_copy_outlives_the_original(make_copy: Callable[[Any], Any], fake: FakeServer) -> None:
     """The original can be deleted: a copy has its own dataset, connections and iterators."""

@@ -27,14 +27,14 @@ def decode(
         CorruptFrame: If the response contains anything else.
     """
     frames = []
+    loader, epoch, _ = first
     try:
         read = codec.read_all(memory, max_bytes, verified=verified)
         for frame, number in zip(read, chain(batches, [None]), strict=False):
             if number is None:
                 raise CorruptFrame(f"received more than the {len(batches)} requested batches")
-            expected = first._replace(batch=number)
-            if frame.batch_id != expected:
-                raise CorruptFrame(f"received {frame.batch_id}, expected {expected}")
+            if frame.batch_id != (loader, epoch, number):
+                raise CorruptFrame(f"received {frame.batch_id}, expected {BatchId(loader, epoch, number)}")
             if isinstance(frame.content, End) and not has_shards:
                 raise CorruptFrame(f"received the end of a shard, expected batch {number} of a map-style dataset")
             frames.append(frame)
