@@ -184,7 +184,7 @@ def test_a_wrapper_that_skips_batches_is_copied_with_its_loader(
 def test_iterators_are_not_copied(make_copy: Callable[[Any], Any], fake: FakeServer) -> None:
     """The error of a copied iterator says what to copy instead; its type is that of torch."""
     for iterator in (iter(loader(fake)), aiter(loader(fake))):
-        with pytest.raises(NotImplementedError, match="pickle the DataLoader and its state_dict"):
+        with pytest.raises(NotImplementedError, match="pickle or copy the DataLoader and its state_dict"):
             make_copy(iterator)
 
 

@@ -510,7 +510,7 @@ class AsyncLoaderIterator:
 
 def _unpicklable(iterator: object) -> NotImplementedError:
     return NotImplementedError(
-        f"{type(iterator).__name__} cannot be copied or pickled: copy or pickle the DataLoader and its state_dict() "
+        f"{type(iterator).__name__} cannot be pickled or copied: pickle or copy the DataLoader and its state_dict() "
         "in place of the iterator"
     )
 
