@@ -275,8 +275,6 @@ class DataLoader(Generic[Batch]):
         self._initialised = True
         integrate_accelerate(DataLoader, DataLoader._skip_first_batches)
 
-    _is_accelerate_prepared: ClassVar[bool] = True
-    """Prevents accelerate's `prepare_data_loader` from wrapping the loader, which handles ranks and devices itself."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and getattr(self, "_initialised", False):
@@ -319,6 +317,11 @@ class DataLoader(Generic[Batch]):
         return self._order.length(self._spec_of_rank)
 
     @property
+    def _divides_epoch(self) -> bool:
+        """True if the loader itself divides the epoch among processes: by its ranks, or by the shards of a stream."""
+        return self._remote.iterable or not (self._distributed or self._orders.user_sampler is not None)
+
+    @property
     def _batched(self) -> bool:
         """True if samples are collated into batches."""
         return self.batch_size is not None or self.batch_sampler is not None
@@ -350,6 +353,26 @@ class DataLoader(Generic[Batch]):
 
     def _begin_at(self, first_batch: int) -> LoaderIterator:
         return self._new_iterator(self._placement(), first_batch)
+
+    def _with_sampler(self, sampler: Any, batch_sampler: Any, generator: Any) -> DataLoader:
+        """Return a loader with the same arguments, but with another sampler or, if not None, batch sampler."""
+        samplers = {"sampler": sampler, "batch_size": None} if batch_sampler is None else {"batch_sampler": batch_sampler}
+        names = (
+            "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+            "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "device", "device_transform",
+            "device_ahead", "sharding",
+        )  # fmt: skip
+        arguments = {name: getattr(self, name) for name in names} | self._options
+        return type(self)(**arguments, **samplers, generator=generator)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Arguments that are no attributes, without those that determine the order."""
+        spec = self._spec
+        return {
+            "output": self._output, "checksum": spec.checksum, "compression": spec.compression,
+            "max_batch_bytes": self._max_batch_bytes,
+        }  # fmt: skip
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         """Return an asynchronous iterator of the next epoch; waiting for a batch does not block the event loop."""

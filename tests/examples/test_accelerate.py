@@ -1,0 +1,22 @@
+"""Loaders prepared by accelerate, compared with torch's loader in one and in two processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from teleloader_server import serve
+from tests.examples.running import need_framework, run_example
+
+RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_prepared_loaders_act_as_torchs(processes: int) -> None:
+    """Batches, optimizer steps, gathered metrics and resumed epochs, see accelerate_rules.py."""
+    need_framework("accelerate")
+    launcher = () if processes == 1 else (*RANKS, "127.0.0.1:0")
+    with serve({str(length): range(length) for length in (3, 16, 23)}, num_workers=1) as url:
+        printed = run_example(
+            *launcher, "-m", "tests.examples.accelerate_rules", url, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1"
+        )
+    assert printed.count(f": passed on {processes} processes") == 5 * processes
