@@ -5,10 +5,11 @@
     torchrun --nproc-per-node 2 examples/with_accelerate.py             # or with two ranks
     accelerate launch --num_processes 2 examples/with_accelerate.py     # or with two accelerators
 
-``prepare`` modifies only torch's loaders and returns this one unchanged. The loader divides each epoch among the ranks
-itself, and the training loop copies batches to the device. ``register_for_checkpointing`` adds the loader's state to
-``save_state``, so that ``load_state`` resumes in the middle of an epoch. For torchrun without accelerators, set
-ACCELERATE_USE_CPU=true. Two ranks repeat one of the 1,541 samples, as DistributedSampler does.
+As with torch's DataLoader, ``prepare`` divides the batches among the processes and copies them to the device, and
+``accumulate`` and ``gather_for_metrics`` know the end of the epoch. Differences from the torch version: the two lines
+that create the loaders, and ``register_for_checkpointing``, which adds the loader's position to ``save_state``, so that
+``load_state`` resumes in the middle of an epoch. For torchrun without accelerators, set ACCELERATE_USE_CPU=true. Two
+processes repeat 123 of the 1,541 samples, because accelerate fills the last batch of each process.
 """
 
 import argparse
@@ -35,20 +36,18 @@ def train(accelerator: Accelerator, url: str, epochs: int) -> None:
 
     for epoch in range(epochs):
         samples = torch.zeros((), device=accelerator.device)
-        for batch in train_loader:
-            images, labels = (tensor.to(accelerator.device) for tensor in batch)
-            loss = nn.functional.cross_entropy(model(images), labels)
-            optimizer.zero_grad()
-            accelerator.backward(loss)
-            optimizer.step()
+        for images, labels in train_loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(images), labels))
+                optimizer.step()
+                optimizer.zero_grad()
             samples += len(labels)
         total: Any = accelerator.reduce(samples)
         accelerator.print(f"epoch {epoch}: {int(total)} samples on all ranks")
 
     with torch.no_grad():
         right, tested = torch.zeros((), device=accelerator.device), 0
-        for batch in test_loader:
-            images, labels = (tensor.to(accelerator.device) for tensor in batch)
+        for images, labels in test_loader:
             guesses, truth = accelerator.gather_for_metrics((model(images).argmax(1), labels))
             right += (guesses == truth).sum()
             tested += len(truth)

@@ -37,6 +37,7 @@ from teleloader.sampling import (
     draw_base_seed,
     is_torchs_own,
     make_samplers,
+    nested_samplers,
     torchs_collate,
 )
 from teleloader.state import Position
@@ -356,11 +357,13 @@ class DataLoader(Generic[Batch]):
 
     def _with_sampler(self, sampler: Any, batch_sampler: Any, generator: Any) -> DataLoader:
         """Return a loader with the same arguments, but with another sampler or, if not None, batch sampler."""
-        samplers = {"sampler": sampler, "batch_size": None} if batch_sampler is None else {"batch_sampler": batch_sampler}
+        samplers = {"batch_sampler": batch_sampler}
+        if batch_sampler is None:
+            samplers = {"sampler": sampler, "batch_size": None}
         names = (
-            "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-            "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "device", "device_transform",
-            "device_ahead", "sharding",
+            "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+            "multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+            "device", "device_transform", "device_ahead", "sharding",
         )  # fmt: skip
         arguments = {name: getattr(self, name) for name in names} | self._options
         return type(self)(**arguments, **samplers, generator=generator)
@@ -468,7 +471,7 @@ class DataLoader(Generic[Batch]):
                 process = PROCESS_GENERATORS
             elif sampler is not None or (self.generator is None and self._output == "torch"):
                 process = ("torch",)
-        return RandomState(self.generator, sampler, getattr(sampler, "sampler", None), process=process)
+        return RandomState(self.generator, *nested_samplers(sampler), process=process)
 
     @property
     def _keeps_workers(self) -> bool:
@@ -557,14 +560,22 @@ class DataLoader(Generic[Batch]):
             StateMismatch: If the state of an iterable-style dataset cannot be saved; the message names the value.
             Exception: If this method has to wait and the iteration has failed; the exception that `next()` raises.
         """
-        order, spec = self._order, self.spec
+        return self._state_at(self._position())
+
+    def _position(self) -> Position:
+        """Return the position to resume from."""
         position, iterator = self._next, self._last()
         if self._progress is not None:
             position = (None if iterator is None else iterator.position) or self._progress.position
         if position == Position():
-            position = order.initial(position)
+            position = self._order.initial(position)
         if self._progress is None and isinstance(self._remote, DirectDataset):
             position = self._remote.at_beginning(position)
+        return position
+
+    def _state_at(self, position: Position) -> dict[str, Any]:
+        """Return `state_dict` for a position of this loader."""
+        order, spec = self._order, self.spec
         position.check()
         identity, generators = self._identity(order, spec), self._random_state(order).save()
         return state.save(position, identity, order.global_batch_size(spec), generators)

@@ -380,6 +380,15 @@ def _plain(indices: Any) -> Any:
     return indices
 
 
+def nested_samplers(sampler: Any) -> list[Any]:
+    """Return a sampler and the samplers that it batches or divides, from the outermost; empty for None."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is outer for outer in found):
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
+    return found
+
+
 class RandomState:
     """Random generators that determine a loader's sample orders and base seeds; saves and restores their states.
 

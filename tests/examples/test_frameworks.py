@@ -65,7 +65,7 @@ def test_accelerate(start_server: StartServer) -> None:
 
 
 def test_accelerate_on_two_ranks(start_server: StartServer) -> None:
-    """The ranks divide each epoch of 1,541 samples with one repeated sample; each test image is counted once."""
+    """The processes divide each epoch of 1,541 samples into batches of 64; each test image is counted once."""
     need_framework("accelerate")
     server = start_server("--demo", "--num-workers", "2")
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
@@ -73,7 +73,7 @@ def test_accelerate_on_two_ranks(start_server: StartServer) -> None:
         *ranks, "--rdzv-endpoint", "127.0.0.1:0", "examples/with_accelerate.py", "--url", server.url, "--epochs", "3",
         ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
     )  # fmt: skip
-    assert printed.count(": 1542 samples on all ranks") == 3
+    assert printed.count(": 1664 samples on all ranks") == 3
     assert figure("test accuracy", printed) > 0.8
     assert "on 256 images" in printed
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, get_sampler
 from accelerate.state import PartialState
 from torch.utils.data import BatchSampler
 
@@ -17,7 +17,7 @@ from teleloader.frameworks.plan_sampler import PlanSampler
 from teleloader_shared.orders.seeding import derive_seed
 
 
-class PreparedLoader(DataLoaderShard):
+class PreparedLoader(DataLoaderShard):  # type: ignore[misc, unused-ignore]
     """accelerate's own loader class, which iterates a teleloader DataLoader in place of torch's.
 
     accelerate's code therefore reads one batch ahead, reports the end and the remainder of the epoch to
@@ -29,7 +29,7 @@ class PreparedLoader(DataLoaderShard):
     """
 
     def __init__(self, shard: DataLoaderShard, loader: Any) -> None:
-        vars(self).update(vars(shard))
+        self.__dict__.update(shard.__dict__)
         self.base_dataloader = loader
         self._update_state_dict()
 
@@ -43,6 +43,11 @@ class PreparedLoader(DataLoaderShard):
         self.base_dataloader.set_epoch(epoch)
         self._update_state_dict()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batch that was yielded last, not after the one that was read ahead."""
+        state: dict[str, Any] = self.base_dataloader._state_at(self._position)
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position."""
         self.base_dataloader.load_state_dict(state_dict)
@@ -50,8 +55,8 @@ class PreparedLoader(DataLoaderShard):
         self._update_state_dict()
 
     def _update_state_dict(self) -> None:
-        # accelerate's method would adjust keys of torchdata's states
-        self.dl_state_dict = self.base_dataloader.state_dict()
+        # called for each batch, in place of accelerate's method, which stores a whole state
+        self._position = self.base_dataloader._position()
 
 
 def prepare(original: Callable[..., DataLoaderShard], loader: Any, *arguments: Any, **options: Any) -> PreparedLoader:
@@ -80,6 +85,9 @@ def prepare(original: Callable[..., DataLoaderShard], loader: Any, *arguments: A
     shard = original(**{**given, "dataloader": _view(loader), "dispatch_batches": False})
     shard.use_stateful_dataloader = is_stateful
     shard._drop_last |= divides_epoch  # no remainder
+    sampler = get_sampler(shard)
+    if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
+        sampler.generator = torch.Generator()  # else created by the first iteration, and states would differ before
     if processes > 1 and not divides_epoch:
         loader = loader._with_sampler(shard.sampler, shard.batch_sampler, _generator(loader))
     return PreparedLoader(shard, loader)
