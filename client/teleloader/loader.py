@@ -231,7 +231,6 @@ class DataLoader(Generic[Batch]):
         self.batch_size, self.drop_last = (batch_size, drop_last) if batch_sampler is None else (None, False)
         self.sampler, self.batch_sampler = sampler, batch_sampler
         self._seed, self._max_batch_bytes = seed, max_batch_bytes
-        self._orders = self._make_orders(user_sampler, shuffle=bool(shuffle))
         self._spec = LoaderSpec(
             dataset=remote.name, batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(self.drop_last),
             seed=seed or 0, rank=rank or 0, world_size=1 if world_size is None else world_size, tail=tail,
@@ -240,20 +239,25 @@ class DataLoader(Generic[Batch]):
         )  # fmt: skip
         # torch's rank is read at each use, because the loader may be created before the process group
         self._distributed = rank is None and world_size is None and user_sampler is None
+        self._user_sampler = user_sampler
+        self._orders = self._make_orders(shuffle=bool(shuffle))
         self._init_state()
         self._construction.end(self)
 
-    def _make_orders(self, user_sampler: Any, *, shuffle: bool) -> Orders:
+    def _make_orders(self, *, shuffle: bool) -> Orders:
         """Create the samplers that torch's DataLoader would create, and return the loader's orders."""
         iterable = self._remote.iterable
         if not iterable:
-            self.sampler, self.batch_sampler = make_samplers(
-                self.dataset, self.batch_size, shuffle, self.drop_last, self.sampler, self.batch_sampler,
-                self.generator, as_torch=self._output == "torch" or self.generator is not None,
-            )  # fmt: skip
+            self.sampler, self.batch_sampler = self._make_samplers(shuffle=shuffle)
         return Orders(
-            self.dataset, (self.sampler, self.batch_sampler), user_sampler,
+            self.dataset, (self.sampler, self.batch_sampler), self._user_sampler,
             iterable=iterable, seeded=self._seed is not None, may_repeat=self.worker_init_fn is None,
+        )  # fmt: skip
+
+    def _make_samplers(self, *, shuffle: bool) -> tuple[Any, Any]:
+        return make_samplers(
+            self.dataset, self.batch_size, shuffle, self.drop_last, self.sampler, self.batch_sampler,
+            self.generator, as_torch=self._output == "torch" or self.generator is not None,
         )  # fmt: skip
 
     def _init_state(self) -> None:
@@ -320,7 +324,7 @@ class DataLoader(Generic[Batch]):
     @property
     def _divides_epoch(self) -> bool:
         """True if the loader itself divides the epoch among processes: by its ranks, or by the shards of a stream."""
-        return self._remote.iterable or not (self._distributed or self._orders.user_sampler is not None)
+        return self._remote.iterable or not (self._distributed or self._user_sampler is not None)
 
     @property
     def _batched(self) -> bool:

@@ -262,7 +262,6 @@ class Orders:
     ) -> None:
         sampler, batch_sampler = samplers
         index_sampler = sampler if batch_sampler is None else batch_sampler
-        self.user_sampler = user_sampler
         self._drawn = SamplerOrder(index_sampler, user_sampler, batched=batch_sampler is not None)
         self._plan = PlanOrder(dataset, seeded=seeded)
         self._fixed: Order | None = None if user_sampler is None else self._drawn
@@ -272,7 +271,7 @@ class Orders:
 
     def set_epoch(self, epoch: int) -> None:
         """Call the ``set_epoch`` method of the user's sampler, if available."""
-        set_epoch = getattr(self.user_sampler, "set_epoch", None)
+        set_epoch = getattr(self._drawn.user_sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
 

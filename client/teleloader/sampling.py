@@ -247,7 +247,8 @@ class ShownSamplers:
         for sampler, before in self._original:
             for name, value in vars(sampler).items():
                 was = before.get(name)
-                if value is not was and not (isinstance(value, int) and value == was):
+                is_same = value is was or (isinstance(value, int) and value == was)
+                if not is_same and name != "epoch":  # set_epoch() changes no argument
                     return f"{type(sampler).__name__}.{name}"
         return None
 
@@ -317,8 +318,9 @@ class IndexLists:
             return True
         self._yielded.clear()
         try:
-            # zip() and extend() run in C, so no signal handler runs between the sampler's return and the append
-            self._yielded.extend(zip((k,), self._iterator, strict=False))
+            # zip(), map() and extend() run in C, so no signal handler runs between the sampler's return and the append.
+            # map() calls next() only: zip() would call iter(), which restarts the samplers of Lightning's predictions
+            self._yielded.extend(zip((k,), map(next, (self._iterator,)), strict=False))
         except Exception:
             raise
         except BaseException as error:

@@ -76,6 +76,22 @@ def test_the_end_shows_when_it_is_come_to() -> None:
     assert (lists.drawn, lists.exhausted, lists.error) == (2, True, None)
 
 
+class Restarting:
+    """Sampler that is its own iterator and restarts in ``__iter__``, as Lightning's sampler of predictions."""
+
+    def __iter__(self) -> Iterator[int]:
+        self._left = iter([10, 20])
+        return self
+
+    def __next__(self) -> int:
+        return next(self._left)
+
+
+def test_iter_is_called_once() -> None:
+    """A sampler that restarts in ``__iter__`` yields each list once."""
+    assert drawn(IndexLists(Restarting(), 0), 5) == [(0, 10), (1, 20)]
+
+
 def test_a_resumed_order_is_drawn_from_the_beginning_and_not_given() -> None:
     """Index lists of batches before the resume are drawn and skipped when the first new list is needed, not before."""
     sampler = Watched(5)

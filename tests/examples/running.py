@@ -12,6 +12,11 @@ import pytest
 
 from tests.conftest import ROOT
 
+RANKS = (
+    "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
+)  # fmt: skip
+"""Arguments of the interpreter that run a script or module in two processes."""
+
 
 def need_framework(module: str) -> None:
     """Skip a test whose framework is not installed; fail it with TELELOADER_TEST_FRAMEWORKS=1."""

@@ -6,18 +6,16 @@ import pytest
 
 from teleloader_server import serve
 from tests.end_to_end.contract import ShardedRange, torch_is_there
-from tests.examples.running import need_framework, run_example
+from tests.examples.running import RANKS, need_framework, run_example
 
 __all__ = ["torch_is_there"]
-
-RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_prepared_loaders_act_as_torchs(processes: int) -> None:
     """Batches, optimizer steps, gathered metrics and resumed epochs, see accelerate_rules.py."""
     need_framework("accelerate")
-    launcher = () if processes == 1 else (*RANKS, "127.0.0.1:0")
+    launcher = () if processes == 1 else RANKS
     datasets = {"stream": ShardedRange(0, 10), **{str(length): range(length) for length in (3, 16, 23)}}
     with serve(datasets, num_workers=1) as url:
         printed = run_example(

@@ -13,7 +13,7 @@ import pytest
 
 from teleloader_server import serve
 from tests.conftest import StartServer
-from tests.examples.running import figure, need_framework, run_example
+from tests.examples.running import RANKS, figure, need_framework, run_example
 
 LIGHTNINGS_OWN = ("ignore:`isinstance(treespec:FutureWarning", "ignore:The dirpath has changed:UserWarning")
 """Warnings of Lightning on a deprecated function of torch, and on another folder than that of the resumed run."""
@@ -68,9 +68,8 @@ def test_accelerate_on_two_ranks(start_server: StartServer) -> None:
     """The processes divide each epoch of 1,541 samples into batches of 64; each test image is counted once."""
     need_framework("accelerate")
     server = start_server("--demo", "--num-workers", "2")
-    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
     printed = run_example(
-        *ranks, "--rdzv-endpoint", "127.0.0.1:0", "examples/with_accelerate.py", "--url", server.url, "--epochs", "3",
+        *RANKS, "examples/with_accelerate.py", "--url", server.url, "--epochs", "3",
         ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
     )  # fmt: skip
     assert printed.count(": 1664 samples on all ranks") == 3
