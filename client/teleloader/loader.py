@@ -25,7 +25,7 @@ from teleloader.arguments import (
 from teleloader.construction import Construction
 from teleloader.fetch.direct import DirectDataset
 from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Progress
-from teleloader.frameworks import SkippedBatches, integrate_accelerate
+from teleloader.frameworks import SkippedBatches, integrate_accelerate, is_lightnings_seeding
 from teleloader.functions import name_on_server
 from teleloader.hosting import find_dataset
 from teleloader.iterations import Start
@@ -286,6 +286,8 @@ class DataLoader(Generic[Batch]):
             raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
         if name in ("device", "device_ahead", "sharding", "pin_memory"):
             check_placement(self._output, name, value)
+        if name == "worker_init_fn" and is_lightnings_seeding(value):
+            return
         super().__setattr__(name, value)
         if not getattr(self, "_initialised", False):
             return

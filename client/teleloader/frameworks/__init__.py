@@ -1,4 +1,4 @@
-"""Hugging Face accelerate integration: `Accelerator.prepare` and `skip_first_batches` accept the loader."""
+"""Integration of Hugging Face accelerate and Lightning, without importing them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ class SkippedBatches:
         if name == "_loader":  # not yet set while copy or pickle creates this object
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+
+def is_lightnings_seeding(function: Any) -> bool:
+    """Return True for the `worker_init_fn` by which Lightning's ``seed_everything`` seeds the workers of a loader.
+
+    Loaders ignore it: servers cannot import it, and seed the random generators before each batch.
+    """
+    return getattr(getattr(function, "func", None), "__name__", None) == "pl_worker_init_function"
 
 
 def integrate_accelerate(kind: type, skip: Callable[[Any, int], SkippedBatches]) -> None:
