@@ -61,7 +61,11 @@ def train(url: str, epochs: int) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loader = DataLoader(
-        RemoteDataset(url, "digits-train"), batch_size=64, shuffle=True, drop_last=True, pin_memory=device.type == "cuda"
+        RemoteDataset(url, "digits-train"),
+        batch_size=64,
+        shuffle=True,
+        drop_last=True,
+        pin_memory=device.type == "cuda",
     )
     batches = Prefetcher(loader, device, mean=0.3, std=0.4)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)

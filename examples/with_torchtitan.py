@@ -3,10 +3,10 @@
     teleloader-server --demo                                            # in one terminal
     torchrun --nproc-per-node 2 examples/with_torchtitan.py             # in another
 
-Difference from the torch version: torchtitan's ``ParallelAwareDataloader`` derives from StatefulDataLoader, and stores a
-pickled state for each data-parallel rank. Here it derives from the loader, whose ``dp_rank`` and ``dp_world_size`` are
-`rank` and `world_size`. With ``seed=``, the state is the same on all ranks, so a run can resume with another number of
-ranks if batch size times ranks remains the same.
+Difference from the torch version: torchtitan's ``ParallelAwareDataloader`` derives from StatefulDataLoader, and stores
+a pickled state for each data-parallel rank. Here it derives from the loader, whose ``dp_rank`` and ``dp_world_size``
+are `rank` and `world_size`. With ``seed=``, the state is the same on all ranks, so a run can resume with another number
+of ranks if batch size times ranks remains the same.
 """
 
 import argparse

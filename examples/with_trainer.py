@@ -47,7 +47,9 @@ class RemoteTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of the training data."""
-        loader = DataLoader(self.train_dataset, batch_size=self.args.train_batch_size, shuffle=True, seed=self.args.seed)
+        loader = DataLoader(
+            self.train_dataset, batch_size=self.args.train_batch_size, shuffle=True, seed=self.args.seed
+        )
         return self.accelerator.prepare(loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:

@@ -39,4 +39,4 @@ class DataLoader(teleloader.DataLoader, torch.utils.data.DataLoader):  # type: i
         super()._init_state()
         # frameworks read the arguments for a new loader from public attributes. Those that determine the order are
         # missing: the new sampler replaces them
-        vars(self).update(self._options)
+        self.__dict__.update(self._options)

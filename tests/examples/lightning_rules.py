@@ -102,10 +102,7 @@ def fit_and_validate(url: str) -> None:
 
 def hooks(url: str) -> None:
     """Lightning also replaces the sampler of a loader that a hook of the module constructs."""
-    theirs, ours = (
-        trained(lambda number=number: list(both(url, shuffle=True))[number])  # type: ignore[misc]
-        for number in range(2)
-    )
+    theirs, ours = (trained(lambda number=number: list(both(url, shuffle=True))[number]) for number in range(2))
     assert ours == theirs
 
 
@@ -126,7 +123,8 @@ def predict(url: str) -> None:
 
 def seeded(url: str) -> None:
     """Lightning leaves a loader with `seed` as it is: the loader divides the epoch itself."""
-    dataset, options = RemoteDataset(url), {"batch_size": 4, "shuffle": True, "seed": 5}
+    dataset = RemoteDataset(url)
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 5}
     expected = DataLoader(dataset, **options, rank=started_fabric().global_rank, world_size=PROCESSES)
     plan = [indices.tolist() for epoch in range(2) for indices in expected.plan(epoch)]
     for kind in (DataLoader, PlainLoader):

@@ -1,4 +1,4 @@
-"""Lightning, accelerate and JAX, each with its own script in examples/.
+"""Lightning, accelerate, transformers, Keras and JAX, each with its own script in examples/.
 
 The frameworks are large: ``pip install --editable . --group dev --group frameworks`` installs them, after a torch for
 CPUs. Without a framework its tests are skipped; with TELELOADER_TEST_FRAMEWORKS=1 in the environment they fail.
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from teleloader_server import serve
-from tests.conftest import StartServer
+from tests.conftest import StartServer, need
 from tests.examples.running import RANKS, figure, need_framework, run_example
 
 LIGHTNINGS_OWN = ("ignore:`isinstance(treespec:FutureWarning", "ignore:The dirpath has changed:UserWarning")
@@ -75,6 +75,63 @@ def test_accelerate_on_two_ranks(start_server: StartServer) -> None:
     assert printed.count(": 1664 samples on all ranks") == 3
     assert figure("test accuracy", printed) > 0.8
     assert "on 256 images" in printed
+
+
+@pytest.mark.parametrize(("devices", "batches"), [(1, 25), (2, 13)])
+def test_fabric(devices: int, batches: int, start_server: StartServer) -> None:
+    """The Fabric example trains in one and in two processes, which divide the epoch."""
+    need_framework("lightning")
+    server = start_server("--demo", "--num-workers", "2")
+    printed = run_example(
+        "examples/with_fabric.py", "--url", server.url, "--devices", str(devices), ignore=LIGHTNINGS_OWN,
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert f"10 epochs of {batches} batches on each process" in printed
+    assert figure("test accuracy", printed) > 0.9
+
+
+def test_transformers_trainer() -> None:
+    """Each epoch of 32 batches makes 11 optimizer steps of 3 batches: the last step has the remaining 2."""
+    need_framework("transformers")
+    printed = run_example("examples/with_trainer.py")
+    assert "55 optimizer steps" in printed
+    assert figure("accuracy", printed) > 0.9
+
+
+def test_a_prefetcher(start_server: StartServer) -> None:
+    """A prefetcher in the style of timm reads the loader's sampler, dataset and length."""
+    need("torch")
+    server = start_server("--demo", "--num-workers", "2")
+    printed = run_example("examples/with_prefetcher.py", "--url", server.url)
+    assert "1536 of 1541 samples by RandomSampler" in printed
+    assert figure("training accuracy", printed) > 0.93
+
+
+def test_a_distributed_checkpoint(start_server: StartServer) -> None:
+    """Two ranks resume from one distributed checkpoint, as in torchtitan."""
+    need("torch")
+    server = start_server("--demo", "--num-workers", "2")
+    printed = run_example(*RANKS, "examples/with_torchtitan.py", "--url", server.url, OMP_NUM_THREADS="1")
+    assert printed.count("yields the same batches: True") == 2
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_keras(backend: str, start_server: StartServer) -> None:
+    """Keras trains on the loader with both backends."""
+    need_framework("keras")
+    server = start_server("--demo", "--num-workers", "2")
+    printed = run_example("examples/with_keras.py", "--url", server.url, KERAS_BACKEND=backend)
+    assert f"{backend}: 240 steps" in printed
+    assert figure("test accuracy", printed) > 0.9
+
+
+def test_jax_distributes_batches_over_devices(start_server: StartServer) -> None:
+    """Each of four simulated devices holds a quarter of each batch."""
+    need_framework("jax")
+    server = start_server("--demo", "--num-workers", "2")
+    printed = run_example("examples/with_jax_sharding.py", "--url", server.url, "--epochs", "5")
+    assert printed.count("on 4 devices {(16, 8, 8)}") == 5
+    assert figure("loss", printed) < 1
 
 
 def test_jax(start_server: StartServer) -> None:
