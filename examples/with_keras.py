@@ -20,9 +20,9 @@ from teleloader import RemoteDataset
 
 
 def endless(loader: teleloader.DataLoader) -> Iterator[Any]:
-    """Yield the batches of all epochs."""
+    """Yield the batches of all epochs as tuples, which Keras requires."""
     while True:
-        yield from loader
+        yield from map(tuple, loader)
 
 
 def train(url: str, epochs: int) -> None:
