@@ -28,6 +28,10 @@ class Construction:
         """Record the attributes that the constructor has set."""
         self._attributes = {name: value for name, value in vars(owner).items() if name not in self._before}
 
+    def arguments(self, owner: object) -> dict[str, Any]:
+        """Return the arguments by name, with the current values of the attributes of these names."""
+        return {name: getattr(owner, name, value) for name, value in self._arguments.items()}
+
     def reduce(self, owner: object, constructor: Callable[..., None]) -> tuple[Any, ...]:
         """Return the value of ``owner.__reduce__()``.
 

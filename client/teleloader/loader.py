@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, Generic, SupportsIndex
 
 from teleloader import state
 from teleloader.arguments import (
@@ -54,6 +54,10 @@ from teleloader_shared.spec import Compression, LoaderSpec, OnError, Tail
 
 DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
+_ORDERING: Final = (
+    "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "seed", "rank", "world_size", "tail",
+)  # fmt: skip
+"""Arguments that determine the order of the samples."""
 _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
 """Attributes that are read-only after construction, as in torch."""
 
@@ -280,7 +284,6 @@ class DataLoader(Generic[Batch]):
         self._initialised = True
         integrate_accelerate(DataLoader, DataLoader._skip_first_batches)
 
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and getattr(self, "_initialised", False):
             raise ValueError(f"{name} attribute should not be set after {type(self).__name__} is initialized")
@@ -366,22 +369,13 @@ class DataLoader(Generic[Batch]):
         samplers = {"batch_sampler": batch_sampler}
         if batch_sampler is None:
             samplers = {"sampler": sampler, "batch_size": None}
-        names = (
-            "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
-            "multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
-            "device", "device_transform", "device_ahead", "sharding",
-        )  # fmt: skip
-        arguments = {name: getattr(self, name) for name in names} | self._options
-        return type(self)(**arguments, **samplers, generator=generator)
+        return type(self)(**self._other_arguments, **samplers, generator=generator)
 
     @property
-    def _options(self) -> dict[str, Any]:
-        """Arguments that are no attributes, without those that determine the order."""
-        spec = self._spec
-        return {
-            "output": self._output, "checksum": spec.checksum, "compression": spec.compression,
-            "max_batch_bytes": self._max_batch_bytes,
-        }  # fmt: skip
+    def _other_arguments(self) -> dict[str, Any]:
+        """Current arguments, without those that determine the order."""
+        arguments = self._construction.arguments(self)
+        return {name: value for name, value in arguments.items() if name not in _ORDERING}
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         """Return an asynchronous iterator of the next epoch; waiting for a batch does not block the event loop."""

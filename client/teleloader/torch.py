@@ -39,4 +39,5 @@ class DataLoader(teleloader.DataLoader, torch.utils.data.DataLoader):  # type: i
         super()._init_state()
         # frameworks read the arguments for a new loader from public attributes. Those that determine the order are
         # missing: the new sampler replaces them
-        self.__dict__.update(self._options)
+        missing = {name: value for name, value in self._other_arguments.items() if name not in vars(self)}
+        self.__dict__.update(missing)
