@@ -30,7 +30,7 @@ myst_heading_anchors = 4
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|contextlib|numpy|np|ray|torch|typing|datetime|pathlib)\..*"),
-    (r"py:class", "Batch|Compression|Output|Tail|Transform"),  # their values stand where the argument is described
+    (r"py:class", "Batch|Compression|OnError|Output|Tail|Transform"),  # described with the argument
 ]
 
 default_role = "literal"

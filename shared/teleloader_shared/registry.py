@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,8 +21,6 @@ MAX_NAME: Final = 256
 """Maximum length of a registered name, in characters."""
 _MAX_FOUND: Final = 1024
 
-_Value = TypeVar("_Value")
-
 _by_type: Final[dict[type, TypeEntry]] = {}
 _by_name: Final[dict[str, TypeEntry]] = {entry.name: entry for entry in (ARRAY, SPARSE, NESTED, *ENTRIES.values())}
 _found: Final[dict[type, TypeEntry | None]] = {}
@@ -30,10 +28,10 @@ _found: Final[dict[type, TypeEntry | None]] = {}
 
 
 def register(
-    type: type[_Value],  # noqa: A002 - the name that users write
+    type: Any,  # noqa: A002 - the name that users write
     name: str,
-    to_plain: Callable[[_Value], Any],
-    from_plain: Callable[[Any], _Value],
+    to_plain: Callable[[Any], Any],
+    from_plain: Callable[[Any], Any],
 ) -> None:
     """Register a type, so that batches can contain its instances.
 

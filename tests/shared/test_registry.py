@@ -142,7 +142,7 @@ def test_errors_of_conversions_name_the_type() -> None:
     register(Sample, "tests.Sample", lambda sample: sample.value, lambda plain: Sample(plain["missing"]))
     failure = received(Sample({}))
     assert failure.message == "cannot restore a value of type 'tests.Sample': KeyError: 'missing'"
-    register(Sample, "tests.Sample", lambda sample: sample.missing, Sample)  # type: ignore[attr-defined]
+    register(Sample, "tests.Sample", lambda sample: sample.missing, Sample)
     with pytest.raises(EncodeError, match=r"^cannot encode batch\[1\] of type .*Sample: .*no attribute 'missing'"):
         received([0, Sample(1)])
 
