@@ -340,12 +340,13 @@ def _encoding_from_plain(plain: Any) -> Any:
 
 
 def _tensordict_to_plain(value: Any) -> list[Any]:
-    return [dict(value.items()), list(value.batch_size), value.names, value.is_locked]
+    device = None if value.device is None else str(value.device)
+    return [dict(value.items()), list(value.batch_size), device, value.names, value.is_locked]
 
 
 def _tensordict_from_plain(plain: Any) -> Any:
-    items, batch_size, names, is_locked = plain
-    return _loaded("tensordict").TensorDict(items, batch_size, names=names, lock=is_locked)
+    items, batch_size, device, names, is_locked = plain
+    return _loaded("tensordict").TensorDict(items, batch_size, device, names=names, lock=is_locked)
 
 
 def _nontensor_to_plain(value: Any) -> list[Any]:

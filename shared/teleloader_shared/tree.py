@@ -360,9 +360,13 @@ def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
 
 def _attributes(value: Any) -> list[str]:
     """Return the names of an instance's attributes, in its ``__dict__`` and in slots."""
-    slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
-    names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
-    return [*getattr(value, "__dict__", ()), *(name for name in names if hasattr(value, name))]
+    slots = (
+        f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for base in type(value).__mro__
+        for found in [vars(base).get("__slots__", ())]
+        for name in ((found,) if isinstance(found, str) else found)
+    )
+    return [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
 
 
 def _lines(value: object) -> str:
@@ -395,15 +399,17 @@ def _leaf(value: Any, path: str) -> Leaf | TypeEntry | None:
 
 
 def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf | TypeEntry:
+    if type(array) not in (np.ndarray, Tensor, np.memmap):
+        if isinstance(array, np.ma.MaskedArray):
+            raise EncodeError(
+                f"cannot encode {path}: masked arrays are not supported. Return data and mask as two arrays"
+            )
+        _check_attributes(array, (), path)
     name = dtypes.name_of(array.dtype)
     if name not in dtypes.NUMPY and name not in dtypes.EXTENDED:
         if is_describable(array.dtype):
             return ARRAY
         raise EncodeError(_no_dtype(path, "an array", array.dtype))
-    if isinstance(array, np.ma.MaskedArray):
-        raise EncodeError(f"cannot encode {path}: masked arrays are not supported. Return data and mask as two arrays")
-    if type(array) not in (np.ndarray, Tensor, np.memmap):
-        _check_attributes(array, (), path)
     return ArrayLeaf(name, kind, array if name in dtypes.NUMPY else dtypes.bits_of(array))
 
 

@@ -222,6 +222,12 @@ def test_what_would_be_lost_is_an_error() -> None:
     class OwnDate(datetime):
         pass
 
+    class Slotted(list[str]):
+        __slots__ = ("__hidden",)
+
+        def __init__(self, hidden: str) -> None:
+            self.__hidden = hidden
+
     class Kept(enum.Flag, boundary=enum.KEEP):
         ON = 1
 
@@ -231,6 +237,8 @@ def test_what_would_be_lost_is_an_error() -> None:
         (datetime(1, 1, 1, tzinfo=ZoneInfo.from_file(io.BytesIO(_zone()))), "time zone .* must be"),
         (Kept(8 | 1), "bits that are no members"),
         (Decimal("1" * 5000), "more than 4,300 characters"),
+        (np.ma.masked_equal(np.array(["a", "b"]), "a"), "masked arrays are not supported"),
+        (Slotted("x"), "attribute '_Slotted__hidden' of the .*Slotted would be lost"),
     ):
         with pytest.raises(EncodeError, match=text):
             received(value)
@@ -439,6 +447,8 @@ def test_tensordicts_arrive_unchanged() -> None:
     arrived = received(sent)
     assert type(arrived) is type(sent)
     assert (arrived.batch_size, arrived.names, arrived.is_locked) == (sent.batch_size, sent.names, True)
+    assert arrived.device is None
+    assert received(tensordict.TensorDict({}, [2], device="cpu")).device == torch.device("cpu")
     assert arrived["s"] == "text"
     assert (arrived.exclude("s") == sent.exclude("s")).all()
 

@@ -184,18 +184,24 @@ class Fetch(Stage):
             try:
                 batch.samples = self._fetch(hosted, task, substitutes.indices)
             except Exception as error:  # noqa: BLE001 - raised unchanged if no sample is to blame
-                substitutes.failed(self._failures(hosted, task, substitutes.indices), error)
+                substitutes.failed(self._failures(hosted, task, substitutes.indices, error), error)
         batch.padding = substitutes.remaining(batch.padding)
         batch.indices, batch.substituted = substitutes.indices, substitutes.record()
 
-    def _failures(self, hosted: HostedDataset, task: Task, indices: Indices) -> dict[int, Exception]:
-        """Return the exceptions of the samples that fail if they are fetched one by one, by position."""
+    def _failures(self, hosted: HostedDataset, task: Task, indices: Indices, error: Exception) -> dict[int, Exception]:
+        """Return the exceptions of the samples that failed, by position.
+
+        If the dataset fetched several samples at once, they are fetched one by one to find out which ones fail.
+        """
+        sample, self._context.sample[0] = self._context.sample[0], NO_SAMPLE
+        if sample != NO_SAMPLE:
+            return {list(indices).index(sample): error}
         failed = {}
         for position in range(len(indices)):
             try:
                 self._fetch(hosted, task, indices[position : position + 1])
-            except Exception as error:  # noqa: BLE001 - whatever the dataset raises
-                failed[position] = error
+            except Exception as alone:  # noqa: BLE001 - whatever the dataset raises
+                failed[position] = alone
         return failed
 
     def _set_epoch(self, hosted: HostedDataset, epoch: int) -> None:
