@@ -22,11 +22,15 @@ class Construction:
     def __init__(self, owner: object, arguments: Mapping[str, Any]) -> None:
         self._arguments: Final = {name: value for name, value in arguments.items() if name != "self"}
         self._before: Final = frozenset(vars(owner))
-        self._attributes: dict[str, Any] = {}
+        self._names: frozenset[str] = frozenset()
+        """Names of the attributes that the constructor has set."""
+        self._public: dict[str, Any] = {}
+        """The public ones of these attributes; the others may refer to this object, and would form a cycle."""
 
     def end(self, owner: object) -> None:
         """Record the attributes that the constructor has set."""
-        self._attributes = {name: value for name, value in vars(owner).items() if name not in self._before}
+        self._names = frozenset(vars(owner)) - self._before
+        self._public = {name: value for name, value in vars(owner).items() if _is_public(name) and name in self._names}
 
     def arguments(self, owner: object) -> dict[str, Any]:
         """Return the arguments by name, with the current values of the attributes of these names."""
@@ -46,9 +50,13 @@ class Construction:
         """Return the public attributes that were reassigned after the constructor, and those that it did not set."""
 
         def is_own(name: str, value: Any) -> bool:
-            return name in self._attributes and (name.startswith("_") or value is self._attributes[name])
+            return name in self._names and (not _is_public(name) or value is self._public[name])
 
         return {name: value for name, value in vars(owner).items() if not is_own(name, value)}
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_")
 
 
 def _construct(constructor: Callable[..., None], kind: type[_Built], arguments: Mapping[str, Any]) -> _Built:
