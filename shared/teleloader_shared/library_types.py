@@ -310,7 +310,15 @@ def _rational_to_plain(number: Any) -> list[Any]:
 
 
 def _rational_from_plain(plain: Any) -> Any:
-    return _loaded("PIL.TiffImagePlugin").IFDRational(*plain)
+    return _loaded("PIL.TiffImagePlugin").IFDRational(*_integers(plain))
+
+
+def _integers(plain: Any) -> tuple[int, int]:
+    """Return numerator and denominator; a text such as 1e999999999 would take memory and time without limit."""
+    numerator, denominator = plain
+    if type(numerator) is not int or type(denominator) is not int:
+        raise ValueError("numerator and denominator must be integers")
+    return numerator, denominator
 
 
 def _encodings_to_plain(batch: Any) -> list[Any]:
@@ -404,7 +412,9 @@ ENTRIES: Final[dict[str, TypeEntry]] = {
         lambda plain: timedelta(*plain),
     ),
     "decimal.Decimal": TypeEntry("decimal.Decimal", _decimal_to_plain, _decimal_from_plain),
-    "fractions.Fraction": TypeEntry("fractions.Fraction", _rational_to_plain, lambda plain: Fraction(*plain)),
+    "fractions.Fraction": TypeEntry(
+        "fractions.Fraction", _rational_to_plain, lambda plain: Fraction(*_integers(plain))
+    ),
     "uuid.UUID": TypeEntry("uuid.UUID", lambda value: value.bytes, lambda plain: UUID(bytes=plain)),
     "enum.Enum": _ENUM,
     "pathlib.PurePath": _PATH,

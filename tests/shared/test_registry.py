@@ -423,6 +423,11 @@ def test_a_library_that_the_client_has_not_imported_is_an_error(monkeypatch: pyt
     assert "module pandas is not imported in this process" in forged("pandas.NaT", None).message
 
 
+def test_a_forged_fraction_takes_no_time() -> None:
+    """A text with an exponent would be expanded to its digits."""
+    assert "must be integers" in forged("fractions.Fraction", ["1e99999999", 1]).message
+
+
 def test_timestamps_of_pandas_arrive_unchanged() -> None:
     """With nanoseconds, unit and time zone."""
     pandas = pytest.importorskip("pandas")

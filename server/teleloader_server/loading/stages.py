@@ -184,18 +184,12 @@ class Fetch(Stage):
             try:
                 batch.samples = self._fetch(hosted, task, substitutes.indices)
             except Exception as error:  # noqa: BLE001 - raised unchanged if no sample is to blame
-                substitutes.failed(self._failures(hosted, task, substitutes.indices, error), error)
+                substitutes.failed(self._failures(hosted, task, substitutes.indices), error)
         batch.padding = substitutes.remaining(batch.padding)
         batch.indices, batch.substituted = substitutes.indices, substitutes.record()
 
-    def _failures(self, hosted: HostedDataset, task: Task, indices: Indices, error: Exception) -> dict[int, Exception]:
-        """Return the exceptions of the samples that failed, by position.
-
-        If the dataset fetched several samples at once, they are fetched one by one to find out which ones fail.
-        """
-        sample, self._context.sample[0] = self._context.sample[0], NO_SAMPLE
-        if sample != NO_SAMPLE:
-            return {list(indices).index(sample): error}
+    def _failures(self, hosted: HostedDataset, task: Task, indices: Indices) -> dict[int, Exception]:
+        """Return the exceptions of the samples that fail if they are fetched one by one, by position."""
         failed = {}
         for position in range(len(indices)):
             try:
@@ -252,6 +246,7 @@ class Fetch(Stage):
             return found
         samples: list[Any] = []
         are_64_bit = _are_64_bit(numbers)
+        self._context.sample[0] = NO_SAMPLE
         sample = self._context.sample if are_64_bit else [NO_SAMPLE]
         is_timed = are_64_bit and self._is_slow.get(hosted.info.name, True)
         slowest, longest = None, 0.0
