@@ -847,5 +847,6 @@ def test_a_log_line_reports_a_hang(caplog: pytest.LogCaptureFixture) -> None:
     with serve(Samples(lambda i: _sleep() if i == 0 else i, 2), num_workers=1, batch_timeout=0.2) as url:
         assert arrived(loader_of(url, seed=1))[1] == [1]
     (text,) = [text for text in caplog.messages if "a batch exceeded" in text]
-    assert "exceeded the timeout of 0.2 s (--batch-timeout); reassigning 1 batches; starting a new worker in" in text
+    assert "exceeded the timeout of 0.2 s (--batch-timeout) while it fetched sample 0; reassigning 1 batches; " in text
+    assert "starting a new worker in" in text
     assert "in _sleep" in text

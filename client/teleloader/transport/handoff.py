@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.interface import TransportError
 from teleloader_shared.codec import Memory
-from teleloader_shared.errors import ProtocolError
+from teleloader_shared.errors import CorruptFrame, ProtocolError
 from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.handoff import (
     CHANNEL_HEADER,
@@ -88,12 +88,15 @@ class LoanChannel:
 
         Raises:
             TransportError: If the channel broke.
+            CorruptFrame: If the response was damaged.
             ProtocolError: If the server sent an invalid loan.
         """
         number, nbytes, descriptor = self._next_loan()
         give_back = functools.partial(self._give_back, number)
         try:
-            _check_slot(descriptor, nbytes if record == GIVE_BACK.pack(number) else 0, max_bytes)
+            if record != GIVE_BACK.pack(number):
+                raise CorruptFrame(f"the response does not name the slot of loan {number}")
+            _check_slot(descriptor, nbytes, max_bytes)
             if buffers.pinned is None:
                 return buffers.pageable(_mapped(descriptor, nbytes, give_back))
             memory = buffers.take(nbytes, 1)
