@@ -79,8 +79,8 @@ def _text(failure: Failure, batch_id: BatchId, server: str) -> str:
     cause = failure.message
     if failure.traceback:
         cause = f"Caught {failure.type.rpartition('.')[2]} {where}.\nOriginal {failure.traceback.rstrip()}"
-    sample = "" if failure.sample is None else f"sample {failure.sample}, in "
-    which = f"{sample}batch {batch_id.batch} of epoch {batch_id.epoch}"
+    place = "in" if failure.sample is None else f"at sample index {failure.sample} in"
+    which = f"{place} batch {batch_id.batch} of epoch {batch_id.epoch}"
     if failure.indices:
         shown = ", ".join(map(str, failure.indices[:_SHOWN_INDICES]))
         more = ", ..." if len(failure.indices) > _SHOWN_INDICES else ""
@@ -88,4 +88,4 @@ def _text(failure: Failure, batch_id: BatchId, server: str) -> str:
     hint = ""
     if failure.type == "AttributeError" and failure.message.startswith("'NoneType' object has no attribute"):
         hint = " get_worker_info() returns None if num_workers is 0: pass num_workers=1 to get a worker info."
-    return printable(f"{cause}\n\nThe error occurred in {which}, on {server}.{hint}")
+    return printable(f"{cause}\n\nThe error occurred {which}, on {server}.{hint}")

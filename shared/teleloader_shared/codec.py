@@ -33,7 +33,7 @@ from teleloader_shared.errors import (
     ProtocolError,
     TeleloaderError,
 )
-from teleloader_shared.spec import Compression
+from teleloader_shared.spec import MAX_BATCH_SIZE, Compression
 from teleloader_shared.text import short
 from teleloader_shared.tree import ArrayLeaf, Leaf, flatten, is_columnar, layout, unflatten, unflatten_columns
 
@@ -59,6 +59,8 @@ MAX_TEXT: Final = 64 * 1024
 """Maximum length of a failure's message, and of its traceback, in characters."""
 MAX_INDICES: Final = 1000
 """Maximum number of indices in a failure."""
+MAX_KEY: Final = 500
+"""Maximum length of a string index in a `Substitution`, in characters."""
 
 _VIEW_SHARE: Final = 64
 """An array smaller than 1/64 of its frame is copied: labels that a user keeps must not keep the images of their batch
@@ -185,9 +187,9 @@ class Substitution(NamedTuple):
 
     position: int
     """Position of the sample in the index list of the batch."""
-    sample: int | None
-    """Index of the sample; None if it is not an integer."""
-    replacement: int | None
+    sample: int | str | None
+    """Index of the sample; None if it is neither an integer nor a string of at most `MAX_KEY` characters."""
+    replacement: int | str | None
     """Index of the sample in its place; None if the sample was skipped."""
     error: str
     """Type and message of the exception."""
@@ -209,9 +211,15 @@ class Substituted(NamedTuple):
             ProtocolError: If the field is invalid.
         """
         match fields:
-            case [int(samples), [_, *_] as items] if samples > 0:
-                return cls(samples, [_read_substitution(item) for item in items])
-        raise ProtocolError(f"invalid frame: expected [samples, [substitution, ...]], got {short(fields)}")
+            case [int(samples), [_, *_] as items] if 0 < samples <= MAX_BATCH_SIZE:
+                found = [_read_substitution(item) for item in items]
+                positions = [-1, *(each.position for each in found), samples]
+                if all(earlier < later for earlier, later in pairwise(positions)):
+                    return cls(samples, found)
+        raise ProtocolError(
+            "invalid frame: expected [samples, [substitution, ...]] with ascending positions in [0, samples), got "
+            f"{short(fields)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -830,8 +838,9 @@ def _read_failure(fields: object) -> Failure:
 
 def _read_substitution(fields: object) -> Substitution:
     match fields:
-        case [int(position), None | int() as sample, None | int() as replaced, str(error)]:
-            return Substitution(position, sample, replaced, error[:MAX_TEXT])
+        case [int(position), int() | str() | None as sample, int() | str() | None as replaced, str(error)]:
+            if all(len(key) <= MAX_KEY for key in (sample, replaced) if isinstance(key, str)):
+                return Substitution(position, sample, replaced, error[:MAX_TEXT])
     raise ProtocolError(f"invalid frame: expected [position, sample, replacement, error], got {short(fields)}")
 
 

@@ -17,6 +17,7 @@ import pytest
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.handoff import LoanChannel
 from teleloader_shared.buffers import BufferPool
+from teleloader_shared.errors import CorruptFrame
 from teleloader_shared.handoff import GIVE_BACK, LOAN
 from tests.conftest import need
 
@@ -96,6 +97,14 @@ def test_a_slot_is_given_back_with_its_last_array(lending: Lending) -> None:
     assert lending.given_back() == [7]
     lending.channel.close()
     assert lending.given_back() == []
+
+
+def test_a_damaged_response_is_a_corrupt_frame(lending: Lending) -> None:
+    """The slot is given back, and the batch is requested again."""
+    lending.lend(7)
+    with pytest.raises(CorruptFrame, match="does not name loan 7"):
+        lending.channel.receive(GIVE_BACK.pack(5), buffers_of(), SIZE)
+    assert lending.given_back() == [7]
 
 
 def test_changes_are_private(lending: Lending) -> None:

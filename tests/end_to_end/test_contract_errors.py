@@ -85,7 +85,7 @@ def _outcomes(loader: Any) -> list[Any]:
 def _head(text: str) -> str:
     """Return the lines of a message that are independent of paths: the first one, and the traceback's last one."""
     caught, _, rest = text.partition("\nOriginal Traceback (most recent call last):\n")
-    theirs, _, _ = rest.partition("\n\nThe error occurred in")
+    theirs, _, _ = rest.partition("\n\nThe error occurred ")
     return f"{caught} ... {theirs.rstrip().splitlines()[-1:]}"
 
 

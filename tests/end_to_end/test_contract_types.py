@@ -108,7 +108,7 @@ def test_what_default_collate_refuses(kind: str) -> None:
     with ours(dataset, batch_size=2, num_workers=1) as loader, pytest.raises(Exception, match="Caught") as mine:
         list(loader)
     for raised in (theirs, mine):
-        text = str(raised.value).partition("\n\nThe error occurred in")[0].rstrip()
+        text = str(raised.value).partition("\n\nThe error occurred ")[0].rstrip()
         lines = [line for line in text.splitlines() if not line.startswith("The value is sample")]
         outcomes.append((type(raised.value), lines[0], lines[-1]))
     assert outcomes[0] == outcomes[1]

@@ -116,6 +116,25 @@ def test_one_failure_is_permitted_however_small_the_dataset() -> None:
         epoch(DataLoader(Ten({3, 4}), 5, output="numpy", on_error="skip"))
 
 
+def test_a_short_last_batch_does_not_lower_the_limit() -> None:
+    """The limit is a fraction of the samples of the epoch."""
+    options: dict[str, Any] = {"batch_size": 48, "output": "numpy", "on_error": "skip"}  # the last batch has 16 samples
+    broken = {3, LENGTH - 2, LENGTH - 1}
+    with remote(Fragile(broken)) as dataset:
+        assert len(epoch(DataLoader(dataset, **options))) == 9
+        with pytest.raises(TooManyErrors, match="3 samples of epoch 0 failed, of 432 samples"):
+            epoch(DataLoader(dataset, **options, max_errors=0.005))
+
+
+def test_replacements_of_a_sampler_are_samples_of_the_sampler() -> None:
+    """A sample of the validation split must not replace one of the training split."""
+    training = [index for index in range(LENGTH) if index % 5]
+    with remote(Fragile()) as dataset:
+        loader = DataLoader(dataset, 8, sampler=training, output="numpy", on_error="replace")
+        found = {int(index) for batch in epoch(loader) for index, _ in batch}
+    assert found == set(training) - BROKEN
+
+
 def test_errors_of_the_collate_function_are_raised() -> None:
     """They are not errors of a sample."""
     with remote([1, 2, object(), 4]) as dataset, pytest.raises(TypeError, match="default_collate"):
@@ -188,7 +207,7 @@ def test_failed_samples_are_counted_and_named() -> None:
         assert found["slowest"][0]["sample"] is None or found["slowest"][0]["sample"] < LENGTH
         metrics = httpx.get(f"{dataset.url}/metrics").text
         assert 'teleloader_samples_substituted_total{dataset="dataset"} 2.0' in metrics
-        with pytest.raises(ValueError, match="The error occurred in sample 17, in batch 2 of epoch 0") as caught:
+        with pytest.raises(ValueError, match="The error occurred at sample index 17 in batch 2 of epoch 0") as caught:
             epoch(DataLoader(dataset, 8, output="numpy"))
     assert "damaged" in str(caught.value)
 
@@ -220,6 +239,6 @@ class Deadly(Fragile):
 @pytest.mark.parametrize(("hangs", "error"), [(False, WorkerDied), (True, LoaderTimeout)], ids=["kills", "hangs"])
 def test_a_sample_that_ends_its_worker_is_named(hangs: bool, error: type[Exception]) -> None:
     """The server reads the sample from memory that the worker shares with it."""
-    text = "The error occurred in sample 42, in batch 5 of epoch 0"
+    text = "The error occurred at sample index 42 in batch 5 of epoch 0"
     with remote(Deadly(hangs=hangs), batch_timeout=1) as dataset, pytest.raises(error, match=text):
         epoch(DataLoader(dataset, 8, output="numpy"))

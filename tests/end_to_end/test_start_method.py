@@ -129,7 +129,7 @@ def test_an_exception_of_the_factory_in_a_worker_is_that_of_the_batch(serve: Ser
 
 
 def test_a_factory_that_ends_workers_fails_the_batch(serve: Serve) -> None:
-    """The batch is given up after some workers, and other datasets are served."""
+    """The batch fails after some workers, and other datasets are served."""
     server = serve("--num-workers", "1", kills_workers=SPAWN, shuffled=FORK)
     with pytest.raises(WorkerDied, match="exited with code 3"):
         load(server, "kills_workers", batch_size=10)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from teleloader_server.loading.datasets import host
 from teleloader_server.loading.passes import Began
 from teleloader_server.loading.pipeline import Loading
+from teleloader_server.loading.stages import Batch
 from teleloader_server.loading.tasks import Report, Task
 from teleloader_shared import codec
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, BatchId, Failure, Frame, to_bytes
@@ -111,6 +112,11 @@ class Bench:
         assert self.report is not None
         assert self.report.failed
         return content
+
+    def run(self, indices: Any, **spec: Any) -> Batch:
+        """Load a batch without encoding it, as a loader without a server."""
+        spec = {"dataset": "data", "order": "client", "session": "mine", **spec}
+        return self.loading.run(Task(LoaderSpec(**spec), self.length, BatchId("key", 0, 0)), indices)
 
     def _place(self, nbytes: int) -> NDArray[np.uint8]:
         room = np.empty(nbytes + 64, np.uint8)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from teleloader_server.loading.pipeline import describe
+from teleloader_server.loading.failures import describe
 from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Failure
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.loading.substitutes import MAX_REPLACEMENTS, Substitutes
+from teleloader_server.loading.substitutes import MAX_MESSAGE, MAX_MESSAGES, MAX_REPLACEMENTS, Substitutes
 from teleloader_server.loading.tasks import Task
-from teleloader_shared.codec import BatchId, Failure, Substituted
+from teleloader_shared.codec import BatchId, Failure, Frame, Substituted, Substitution
 from teleloader_shared.errors import ProtocolError
 from teleloader_shared.orders.replacement import replacement
 from teleloader_shared.spec import LoaderSpec
-from tests.server.bench import Bench
+from tests.server.bench import Bench, Made
 
 LENGTH = 1000
 LISTED = list(range(40, 48))
@@ -72,6 +73,12 @@ def plan(**spec: Any) -> dict[str, Any]:
     return {"batch_size": 8, **spec}
 
 
+def substitutions(frame: Frame) -> Sequence[Substitution]:
+    """Return the skipped and replaced samples of a batch, which has some."""
+    assert frame.substituted is not None
+    return frame.substituted.substitutions
+
+
 def test_a_failing_sample_is_skipped(kind: Any) -> None:
     """The batch is shorter; the frame has position, index and exception."""
     frame = Bench(kind(42)).frame(5, **plan(on_error="skip"))
@@ -92,22 +99,46 @@ def test_a_failing_sample_is_replaced(kind: Any) -> None:
 
 def test_a_transient_failure_changes_nothing(kind: Any) -> None:
     """The batch is the same, random numbers included, as if the sample had not failed."""
-    undisturbed = Bench(kind()).batch(5, **plan())
     for on_error in ("skip", "replace"):
+        undisturbed = Bench(kind()).batch(5, **plan(on_error=on_error))
         dataset = kind(transient={42: 2, 45: 1})
         frame = Bench(dataset).frame(5, **plan(on_error=on_error, error_retries=2))
         assert np.array_equal(frame.content, undisturbed)
         assert frame.substituted is None
 
 
-def test_a_sample_is_given_up_after_its_retries(kind: Any) -> None:
-    """Without retries, the first failure counts; with more, the sample is fetched more often."""
-    counts = {}
+def test_a_sample_is_skipped_after_its_retries(kind: Any) -> None:
+    """Only the failing sample is fetched again; if samples are fetched together, all are fetched alone once."""
     for retries in (0, 1, 4):
         dataset = kind(42)
         Bench(dataset).frame(5, **plan(on_error="skip", error_retries=retries))
-        counts[retries] = dataset.fetched[42]
-    assert counts == {0: 2, 1: 4, 4: 10}, "in the batch, and alone"
+        together = kind is not Fragile
+        assert dataset.fetched.pop(42) == 1 + retries + together
+        expected = Counter(dict.fromkeys([40, 41], 3) | dict.fromkeys([43, 44, 45, 46, 47], 2) if together else [])
+        assert dataset.fetched == (expected or Counter([40, 41, 43, 44, 45, 46, 47]))
+
+
+class Unlucky(Fragile):
+    """Dataset that fails for half of the random numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample."""
+        sample = super().__getitem__(index)
+        if sample[1] % 2:
+            raise ValueError("this crop is empty")
+        return sample
+
+
+def test_failures_that_depend_on_random_numbers_do_not_affect_other_samples() -> None:
+    """Each sample has its own random numbers, the same whether other samples are skipped, replaced or fetched."""
+    undisturbed = Bench(Fragile()).batch(5, **plan(on_error="skip"))
+    lucky = undisturbed[undisturbed[:, 1] % 2 == 0]
+    assert 0 < len(lucky) < 8
+    frame = Bench(Unlucky()).frame(5, **plan(on_error="skip"))
+    assert np.array_equal(frame.content, lucky)
+    found = Bench(Unlucky(), seeding="sample").frame(5, **plan(on_error="replace")).content
+    for index, drawn in found.tolist():
+        assert Bench(Fragile(), seeding="sample").batch(indices=[index])[0, 1] == drawn
 
 
 def test_a_batch_that_is_computed_again_has_the_same_substitutions(kind: Any) -> None:
@@ -129,7 +160,106 @@ def test_a_batch_without_samples_fails(kind: Any) -> None:
     assert failure.message in [f"sample {index} is damaged" for index in LISTED]
     chain = [replacement(0, 0, 0, 5, 2, attempt, LENGTH) for attempt in range(MAX_REPLACEMENTS)]
     failure = Bench(kind(42, *chain)).failure(5, **plan(on_error="replace", error_retries=0))
-    assert failure.type == "ValueError"
+    assert (failure.type, failure.message) == ("ValueError", "sample 42 is damaged")
+    assert failure.sample == 42
+
+
+def test_replacements_of_a_client_side_sampler_are_samples_of_its_batch(kind: Any) -> None:
+    """The sampler may exclude the other samples of the dataset, such as those of a validation split."""
+    indices = [900, 901, 902]
+    for _ in range(5):
+        frame = Bench(kind(901)).frame(indices=indices, on_error="replace")
+        first, second, third = frame.content[:, 0].tolist()
+        assert (first, third) == (900, 902)
+        assert second in (900, 902)
+    failure = Bench(kind(901)).failure(indices=[901, 901], on_error="replace")
+    assert (failure.type, failure.sample) == ("ValueError", 901)
+
+
+class Named:
+    """Dataset with strings as indices."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a sample."""
+        if "bad" in name:
+            raise KeyError(name)
+        return len(name)
+
+
+def test_samples_with_string_indices_are_named_and_replaced() -> None:
+    """A record contains strings of up to 500 characters."""
+    batch = Bench(Named()).frame(indices=["a", "bad", "ccc"], on_error="replace")
+    ((position, sample, other, _),) = substitutions(batch)
+    assert (position, sample) == (1, "bad")
+    assert other in ("a", "ccc")
+    assert batch.content.tolist() == [1, len(str(other)), 3]
+    frame = Bench(Named()).frame(indices=["a", "bad" * 200], on_error="skip")
+    assert substitutions(frame)[0].sample is None
+    failure = Bench(Named()).failure(indices=["bad", ("tuple",)], on_error="replace")
+    assert "requires indices that are integers or strings" in failure.traceback
+
+
+class Unprintable(Exception):
+    """Exception without a usable message."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [Unprintable(), ValueError("\ud800" * 1000), ValueError("x" * 10**7)], ids=repr)
+def test_any_message_of_an_exception_can_be_recorded(error: Exception) -> None:
+    """Texts are shortened, and characters that UTF-8 cannot encode are escaped."""
+
+    def make(index: int) -> int:
+        if index == 42:
+            raise error
+        return index
+
+    frame = Bench(Made(make, LENGTH)).frame(5, **plan(on_error="skip"))
+    (found,) = substitutions(frame)
+    assert found.error.startswith(type(error).__name__) or "Unprintable" in found.error
+    assert len(found.error) <= MAX_MESSAGE
+
+
+def test_only_some_substitutions_of_a_batch_have_messages() -> None:
+    """A frame's header is small; a batch with many failed samples must not exceed it."""
+    dataset = Fragile(*range(1, LENGTH))
+    frame = Bench(dataset).frame(0, batch_size=LENGTH, on_error="skip")
+    errors = [each.error for each in substitutions(frame)]
+    assert len(errors) == LENGTH - 1
+    assert errors[:MAX_MESSAGES] == [f"ValueError: sample {index} is damaged" for index in range(1, MAX_MESSAGES + 1)]
+    assert set(errors[MAX_MESSAGES:]) == {"ValueError"}
+
+
+def test_numpy_integers_are_indices_like_others() -> None:
+    """They are named, and seeded per sample, by their value."""
+    drawn = Bench(Fragile(), seeding="sample").batch(indices=[7, 42])
+    listed = [np.int64(7), np.int32(42)]
+    bench = Bench(Fragile(), seeding="sample")
+    assert np.array_equal(np.stack(bench.run(listed).samples or []), drawn)
+    with pytest.raises(ValueError, match="damaged") as caught:
+        Bench(Fragile(42)).run(listed)
+    assert caught.value.__notes__ == ["The error occurred at sample index 42."]
+
+
+def test_a_note_is_added_once() -> None:
+    """A dataset may raise the same exception object several times."""
+    error = OSError("no connection")
+
+    def make(index: int) -> int:
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(OSError, match="no connection"):
+            Bench(Made(make)).run([3])
+    assert error.__notes__ == ["The error occurred at sample index 3."]
+
+
+def test_stop_iteration_does_not_end_the_epoch() -> None:
+    """Torch would end it silently; with ``on_error``, it is an exception like any other."""
+    make = Made(lambda index: next(iter(())) if index == 42 else index, LENGTH)
+    assert Bench(make).failure(5, **plan()).type == "RuntimeError"
+    assert len(Bench(make).batch(5, **plan(on_error="skip"))) == 7
 
 
 def test_a_failure_of_no_single_sample_is_raised() -> None:
@@ -193,24 +323,23 @@ def test_the_slowest_sample_is_reported_if_samples_take_long(monkeypatch: pytest
 
 
 @given(
-    st.sets(st.integers(0, 7)), st.sampled_from(["skip", "replace"]), st.integers(0, 3), st.booleans(),
+    st.sets(st.integers(0, 7)), st.sampled_from(["skip", "replace"]), st.booleans(),
 )  # fmt: skip
-def test_decisions_depend_only_on_what_failed(broken: set[int], on_error: Any, retries: int, as_array: bool) -> None:
+def test_decisions_depend_only_on_what_failed(broken: set[int], on_error: Any, as_array: bool) -> None:
     """Whatever fails: every other sample keeps its order, and the record explains every difference."""
-    spec = LoaderSpec(dataset="d", batch_size=8, on_error=on_error, error_retries=retries)
+    spec = LoaderSpec(dataset="d", batch_size=8, on_error=on_error)
     listed = np.array(LISTED) if as_array else LISTED
     found = Substitutes(Task(spec, LENGTH, BatchId("k", 0, 5)), listed)
     bad = {LISTED[position] for position in broken}
-    for _ in range(100):
-        failed = {place: ValueError() for place, index in enumerate(list(found.indices)) if index in bad}
-        if not failed:
-            break
-        try:
-            found.failed(failed, KeyError())
-        except KeyError:
-            assert on_error == "skip"
-            assert len(broken) == 8
+    failing = [position for position, index in enumerate(LISTED) if index in bad]
+    for position in failing:
+        error = ValueError(position)
+        if on_error == "skip" and position == failing[-1] and len(broken) == 8:
+            with pytest.raises(ValueError, match=str(position)):
+                found.substitute(position, error)
             return
+        while found.substitute(position, error) and found[position] in bad:
+            pass
     record = found.record()
     assert (record is None) == (not broken)
     assert sorted(each.position for each in (() if record is None else record.substitutions)) == sorted(broken)
@@ -221,7 +350,11 @@ def test_decisions_depend_only_on_what_failed(broken: set[int], on_error: Any, r
 
 def test_a_forged_record_is_refused() -> None:
     """A peer cannot make the decoder accept other types."""
-    for fields in (None, [], [8], [0, [[0, 1, 2, "x"]]], [8, []], [8, [[0, "1", 2, "x"]]], [8, [[0, 1, 2]]]):
+    entry = [0, 1, 2, "x"]
+    for fields in (
+        None, [], [8], [0, [entry]], [8, []], [8, [[0, 1.5, 2, "x"]]], [8, [[0, 1, 2]]], [8, [entry, entry]],
+        [8, [[8, 1, 2, "x"]]], [8, [[-1, 1, 2, "x"]]], [2**21, [entry]], [8, [[0, "1" * 501, 2, "x"]]],
+    ):  # fmt: skip
         with pytest.raises(ProtocolError, match="invalid frame: expected"):
             Substituted.read(fields)
     assert Substituted.read([8, [[0, None, None, "x"]]]).substitutions[0].error == "x"

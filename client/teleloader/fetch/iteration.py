@@ -26,7 +26,7 @@ from teleloader.sampling import IndexLists, SamplerStates
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.devices import is_out_of_memory
-from teleloader_shared.codec import BatchId, End, Failure, Frame, Substituted
+from teleloader_shared.codec import BatchId, End, Failure, Frame, Substituted, Substitution
 from teleloader_shared.errors import TeleloaderError, TooManyErrors
 from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.spec import LoaderSpec
@@ -163,25 +163,23 @@ class Iteration:
         The number of batches of the epoch is that of the sampler, or that of the received batches if it is unknown.
         """
         for found in substituted.substitutions:
-            sample = (
-                f"sample {found.sample}" if found.sample is not None else f"the sample at position {found.position}"
-            )
-            done = "skipped" if found.replacement is None else f"replaced by sample {found.replacement}"
+            done = "skipped" if found.replacement is None else f"replaced by sample {found.replacement!r}"
             logger.warning(
                 "%s of batch %d of epoch %d failed, and was %s: %s",
-                sample, batch_id.batch, batch_id.epoch, done, sentence(found.error),
+                _name(found), batch_id.batch, batch_id.epoch, done, sentence(found.error),
             )  # fmt: skip
         self.measures.errors = errors = self.progress.next.errors + len(substituted.substitutions)
         batches = batch_id.batch + 1
         with suppress(TypeError):  # a sampler without a length
             batches = batches if self.batches is None else max(batches, len(self.batches))
-        samples = batches * substituted.samples
+        # not the length of this batch alone: the last one may be shorter
+        samples = batches * max(self.spec.batch_size or 1, substituted.samples)
         if errors <= max(1, int(self.max_errors * samples)) and self.max_errors > 0:
             return None
         last = substituted.substitutions[-1]
         return TooManyErrors(
             f"{counted(errors, 'sample')} of epoch {batch_id.epoch} failed, of {samples:,} samples: more than "
-            f"max_errors={self.max_errors:g}. The last one was sample {last.sample}: {sentence(last.error)}. Remove "
+            f"max_errors={self.max_errors:g}. The last one was {_name(last)}: {sentence(last.error)}. Remove "
             "the samples from the dataset, or increase max_errors"
         )
 
@@ -506,6 +504,10 @@ class AsyncLoaderIterator:
 
     def __reduce__(self) -> NoReturn:
         raise _unpicklable(self)
+
+
+def _name(found: Substitution) -> str:
+    return f"sample {found.sample!r}" if found.sample is not None else f"the sample at position {found.position}"
 
 
 def _unpicklable(iterator: object) -> NotImplementedError:

@@ -94,8 +94,7 @@ class LoanChannel:
         number, nbytes, descriptor = self._next_loan()
         give_back = functools.partial(self._give_back, number)
         try:
-            if record != GIVE_BACK.pack(number):
-                raise CorruptFrame(f"the response does not name the slot of loan {number}")
+            _check_record(record, number)
             _check_slot(descriptor, nbytes, max_bytes)
             if buffers.pinned is None:
                 return buffers.pageable(_mapped(descriptor, nbytes, give_back))
@@ -179,6 +178,12 @@ def connect(offer: str | None) -> LoanChannel | None:
         pass  # frames arrive over HTTP
     connected.close()
     return None
+
+
+def _check_record(record: bytes, number: int) -> None:
+    """Check that a response names a loan; raise CorruptFrame if it does not."""
+    if record != GIVE_BACK.pack(number):
+        raise CorruptFrame(f"the response does not name loan {number} of shared memory")
 
 
 def _check_slot(descriptor: int, nbytes: int, max_bytes: int) -> None:

@@ -434,10 +434,11 @@ class PoolCounters:
         for position, index, replacement, error in substituted.substitutions:
             counters.substituted += 1
             kind, _, message = error.partition(": ")
-            listed = [] if index is None else [index]
-            if counters.count_error(Failure(kind, message, "", listed, -1, index)):
-                done = "skipped" if replacement is None else f"replaced by sample {replacement}"
-                sample = f"sample {index}" if index is not None else f"the sample at position {position}"
+            number = index if isinstance(index, int) else None
+            listed = [] if number is None else [number]
+            if counters.count_error(Failure(kind, message, "", listed, -1, number)):
+                done = "skipped" if replacement is None else f"replaced by sample {replacement!r}"
+                sample = f"sample {index!r}" if index is not None else f"the sample at position {position}"
                 logger.warning("%s of dataset %s failed, and was %s: %r", sample, task.spec.dataset, done, error)
 
     def retried(self, dataset: str) -> None:

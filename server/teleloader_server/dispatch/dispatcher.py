@@ -66,8 +66,8 @@ QUEUE_SECONDS: Final = 0.01
 MAX_QUEUE: Final = 256
 LEAVE_SECONDS: Final = 10.0
 """Seconds after the last request of all others until a capped principal or consumer may use all workers again."""
-MAX_SUBSTITUTED: Final = 10_000
-"""Maximum number of batches of an epoch whose skipped and replaced samples are kept."""
+MAX_SUBSTITUTIONS: Final = 20_000
+"""Number of skipped and replaced samples of an epoch after which those of further batches are not kept."""
 LOSS_SECONDS: Final = 1.0
 """Minimum worker time in seconds that is charged to a consumer if a worker exits while computing its batch."""
 
@@ -291,10 +291,11 @@ class Dispatcher:
         self._charge(self.store.finished(batch_id, frame), seconds)
 
     def substituted(self, batch_id: BatchId, substituted: Substituted) -> None:
-        """Keep the skipped and replaced samples of a batch for the epoch, up to `MAX_SUBSTITUTED` batches."""
-        kept = self.store.state(batch_id[:2]).substituted
-        if len(kept) < MAX_SUBSTITUTED:
-            kept[batch_id.batch] = substituted
+        """Keep the skipped and replaced samples of a batch for the epoch, up to `MAX_SUBSTITUTIONS`."""
+        state = self.store.state(batch_id[:2])
+        if batch_id.batch not in state.substituted and state.substitutions < MAX_SUBSTITUTIONS:
+            state.substituted[batch_id.batch] = substituted
+            state.substitutions += len(substituted.substitutions)
 
     def _charge(self, batch: Batch, seconds: float) -> None:
         """Charge a batch to its consumer and principal, given its total computing time in seconds so far."""

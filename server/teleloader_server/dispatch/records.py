@@ -311,6 +311,8 @@ class EpochState:
     """Callbacks of the requests that wait for a batch, by batch number, including batches that are not started yet."""
     substituted: dict[int, Substituted] = field(default_factory=dict)
     """Skipped and replaced samples, by batch number, so that a batch that is computed again has the same ones."""
+    substitutions: int = 0
+    """Total number of samples in `substituted`."""
 
     def frame(self, k: int) -> ReadyFrame | None:
         """Return the frame of batch k if it is ready, else None."""

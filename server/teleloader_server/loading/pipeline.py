@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading.datasets import HostedDataset
+from teleloader_server.loading.failures import describe
 from teleloader_server.loading.passes import Began, Passes
 from teleloader_server.loading.stages import NO_SAMPLE, STAGES, Batch, Context, Place, Stage
 from teleloader_server.loading.tasks import Indices, Report, Task
-from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Failure, FrameWriter
+from teleloader_shared.codec import FrameWriter
 
 
 class Loading:
@@ -119,7 +119,9 @@ class Loading:
             batch.run_remaining()
         except Exception as error:
             if self._sample is not None:
-                error.add_note(f"The error occurred at sample index {self._sample}.")
+                note = f"The error occurred at sample index {self._sample}."
+                if note not in getattr(error, "__notes__", ()):  # the dataset may raise the same object again
+                    error.add_note(note)
             raise
         finally:
             self.context.sample[0] = NO_SAMPLE
@@ -147,27 +149,3 @@ def _check_placed(batch: Batch, buffer: NDArray[np.uint8]) -> None:
             f"cannot send {batch.task.batch_id}: its frame is outside of the buffer that Batch.place() returned. A "
             "stage must copy the frame to this buffer, and set Batch.frame to a slice of the buffer"
         )
-
-
-def describe(error: BaseException, indices: Indices, worker: int, sample: int | None = None) -> Failure:
-    """Convert an exception to the failure record that is sent to the client."""
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001 - the exception is reported even if its own str() fails
-        message = f"<{name} whose str() fails>"
-    try:
-        text = "".join(traceback.format_exception(error))
-    except Exception:  # noqa: BLE001 - as above
-        text = f"{name}: {message}\n"
-    first = indices[:MAX_INDICES]
-    numbers = [
-        index for index in (first.tolist() if isinstance(first, np.ndarray) else first) if isinstance(index, int)
-    ]
-    return Failure(name, message[:MAX_TEXT], _cut(text), numbers, worker, sample)
-
-
-def _cut(text: str) -> str:
-    """Shorten a traceback in the middle, so that a long message does not displace the lines that raised the error."""
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2 - 10]}\n[...]\n{text[-MAX_TEXT // 2 + 10 :]}"

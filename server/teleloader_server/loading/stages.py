@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -22,7 +22,7 @@ from teleloader_server.loading.generators import Generators
 from teleloader_server.loading.passes import Pass, Passes
 from teleloader_server.loading.random_state import seed_all
 from teleloader_server.loading.substitutes import Substitutes
-from teleloader_server.loading.tasks import Indices, Task, collate, frame_writer
+from teleloader_server.loading.tasks import Indices, Task, collate, frame_writer, integer_of
 from teleloader_server.loading.worker_info import was_read
 from teleloader_shared.codec import End, Substituted
 from teleloader_shared.orders.plan import Plan
@@ -166,37 +166,10 @@ class Fetch(Stage):
         # datasets in the server process itself are shared: the epoch may have changed since the last batch
         if not self._context.owns_datasets or self._epochs.get(hosted.info.name) != epoch:
             self._set_epoch(hosted, epoch)
-        if task.spec.on_error == "raise":
-            batch.samples = self._fetch(hosted, task, batch.indices)
-        else:
-            self._fetch_substituting(batch)
-
-    def _fetch_substituting(self, batch: Batch) -> None:
-        """Fetch the samples of a batch; skip or replace those that fail.
-
-        If a sample fails, all samples are fetched again: random generators are seeded per batch, so the others would
-        otherwise depend on how often a sample failed. The batch that is returned is therefore the same as if it had
-        been computed with its substitutions in the first place, as it is when it is computed again.
-        """
-        task, hosted = batch.task, batch.hosted
-        substitutes = Substitutes(task, batch.indices)
-        while batch.samples is None:
-            try:
-                batch.samples = self._fetch(hosted, task, substitutes.indices)
-            except Exception as error:  # noqa: BLE001 - raised unchanged if no sample is to blame
-                substitutes.failed(self._failures(hosted, task, substitutes.indices), error)
-        batch.padding = substitutes.remaining(batch.padding)
-        batch.indices, batch.substituted = substitutes.indices, substitutes.record()
-
-    def _failures(self, hosted: HostedDataset, task: Task, indices: Indices) -> dict[int, Exception]:
-        """Return the exceptions of the samples that fail if they are fetched one by one, by position."""
-        failed = {}
-        for position in range(len(indices)):
-            try:
-                self._fetch(hosted, task, indices[position : position + 1])
-            except Exception as alone:  # noqa: BLE001 - whatever the dataset raises
-                failed[position] = alone
-        return failed
+        batch.samples, substitutes = self._fetch(hosted, task, batch.indices)
+        if substitutes is not None:
+            batch.padding = substitutes.remaining(batch.padding)
+            batch.indices, batch.substituted = substitutes.indices, substitutes.record()
 
     def _set_epoch(self, hosted: HostedDataset, epoch: int) -> None:
         self._epochs.pop(hosted.info.name, None)
@@ -217,61 +190,158 @@ class Fetch(Stage):
         plan = self._plan(task.spec, task.length, task.batch_id.epoch)
         return plan[task.batch_id.batch], plan.padding(task.batch_id.batch)
 
-    def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
+    def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> tuple[list[Any], Substitutes | None]:
         if not self._context.seeds or sys.modules.get("torch") is not None:
             return self._fetch_seeded(hosted, task, indices)
         try:
-            samples = self._fetch_seeded(hosted, task, indices)
+            found = self._fetch_seeded(hosted, task, indices)
         except Exception:
             if sys.modules.get("torch") is None:
                 raise
         else:
             if sys.modules.get("torch") is None:
-                return samples
+                return found
         # the dataset has just imported torch, and torch was not seeded: fetch again, for reproducible random numbers
         self._context.torch_loaded()
         return self._fetch_seeded(hosted, task, indices)
 
-    def _fetch_seeded(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
-        spec, epoch, dataset = task.spec, task.batch_id.epoch, hosted.dataset
-        per_sample = hosted.info.seeding == "sample"
-        if not per_sample:
-            self._seed(hosted, "batch", spec.seed, epoch, spec.rank, task.batch_id.batch)
-            if spec.batch_size is not None and hosted.gives_batches(spec.collate):
-                # a copy, because user code may sort or store the array
-                return [dataset.__getbatch__(np.array(indices))]
-        numbers = indices.tolist() if isinstance(indices, np.ndarray) else indices
-        if not per_sample and spec.batch_size is not None and getattr(dataset, "__getitems__", None) is not None:
-            found: list[Any] = dataset.__getitems__(numbers)
-            return found
-        samples: list[Any] = []
-        are_64_bit = _are_64_bit(numbers)
-        self._context.sample[0] = NO_SAMPLE
-        sample = self._context.sample if are_64_bit else [NO_SAMPLE]
-        is_timed = are_64_bit and self._is_slow.get(hosted.info.name, True)
-        slowest, longest = None, 0.0
-        began = since = time.perf_counter()
-        try:
-            for index in numbers:
-                sample[0] = index
-                if per_sample:
-                    self._seed(hosted, "sample", spec.seed, epoch, index if isinstance(index, int) else len(samples))
-                samples.append(dataset[index])
-                if is_timed:
-                    now = time.perf_counter()
-                    if now - since > longest:
-                        slowest, longest = index, now - since
-                    since = now
-            sample[0] = NO_SAMPLE
-            self._context.slowest = slowest
-            self._is_slow[hosted.info.name] = time.perf_counter() - began > TIMED_FROM * len(samples)
-        except StopIteration as stop:
-            # torch would end the epoch here without an error, and lose samples
-            raise RuntimeError(
-                f"the dataset raised StopIteration at index {index}, which would end the epoch early: raise a "
-                "different exception type, or catch StopIteration from next()"
-            ) from stop
+    def _fetch_seeded(
+        self, hosted: HostedDataset, task: Task, indices: Indices
+    ) -> tuple[list[Any], Substitutes | None]:
+        """Fetch the samples of a batch; also return which were skipped or replaced if the loader permits this."""
+        substitutes = None if task.spec.on_error == "raise" else Substitutes(task, indices)
+        if not _fetches_together(hosted, task):
+            return self._fetch_each(hosted, task, indices, substitutes), substitutes
+        if substitutes is None:
+            return self._fetch_together(hosted, task, indices), None
+        return self._fetch_together_substituting(hosted, task, substitutes), substitutes
+
+    def _fetch_together(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
+        """Fetch samples with one call of the dataset; a batch of ``__getbatch__`` is returned as one sample."""
+        self._seed_batch(hosted, task)
+        if hosted.gives_batches(task.spec.collate):
+            # a copy, because user code may sort or store the array
+            return [hosted.dataset.__getbatch__(np.array(indices))]
+        samples: list[Any] = hosted.dataset.__getitems__(_listed(indices))
         return samples
+
+    def _fetch_together_substituting(self, hosted: HostedDataset, task: Task, substitutes: Substitutes) -> list[Any]:
+        """Fetch samples with one call, after samples that fail alone were skipped or replaced."""
+
+        def fetch_alone(position: int) -> None:
+            self._note(substitutes[position])
+            self._fetch_together(hosted, task, substitutes.alone(position))
+
+        errors: list[Exception] = []
+        while len(errors) <= task.spec.error_retries:
+            try:
+                return self._fetch_together(hosted, task, substitutes.indices)
+            except Exception as error:  # noqa: BLE001 - any exception of the dataset
+                errors.append(error)
+            for position, _ in list(substitutes.items()):
+                try:
+                    fetch_alone(position)
+                except Exception as error:  # noqa: BLE001 - any exception of the dataset
+                    self._retry(fetch_alone, task, substitutes, position, error)
+                    errors.clear()
+            self._context.sample[0] = NO_SAMPLE
+        raise errors[0]
+
+    def _fetch_each(
+        self, hosted: HostedDataset, task: Task, indices: Indices, substitutes: Substitutes | None
+    ) -> list[Any]:
+        """Fetch samples one by one, and note which one is being fetched and which one takes longest.
+
+        If failed samples are skipped or replaced, random generators are seeded for each sample: the random numbers of
+        the other samples must not depend on how often a sample failed.
+        """
+        dataset, sample = hosted.dataset, self._context.sample
+        positions: Sequence[int] = range(len(indices))
+        numbers: Sequence[Any] = _listed(indices)
+        if substitutes is not None:
+            positions, numbers = zip(*substitutes.items(), strict=True)
+        known = numbers if _are_64_bit(numbers) else [integer_of(index) for index in numbers]
+        seeds_each = substitutes is not None or hosted.info.seeding == "sample"
+        if not seeds_each:
+            self._seed_batch(hosted, task)
+        is_timed = self._is_slow.get(hosted.info.name, True)
+        slowest, longest = None, 0.0
+        samples: list[Any] = []
+        began = since = time.perf_counter()
+        # without a function call per sample, which would take longer than some datasets
+        for position, index, number in zip(positions, numbers, known, strict=True):
+            sample[0] = NO_SAMPLE if number is None else number
+            try:
+                if seeds_each:
+                    self._seed_sample(hosted, task, position, number)
+                samples.append(dataset[index])
+            except Exception as raised:  # noqa: BLE001 - any exception of the dataset
+                error = _not_a_stop(raised, index)
+                if substitutes is None:
+                    raise error from error.__cause__
+                fetch = partial(self._fetch_substitute, hosted, task, substitutes)
+                samples += self._retry(fetch, task, substitutes, position, error)
+            if is_timed:
+                now = time.perf_counter()
+                if now - since > longest:
+                    slowest, longest = number, now - since
+                since = now
+        sample[0] = NO_SAMPLE
+        self._context.slowest = slowest
+        self._is_slow[hosted.info.name] = time.perf_counter() - began > TIMED_FROM * len(samples)
+        return samples
+
+    def _fetch_substitute(self, hosted: HostedDataset, task: Task, substitutes: Substitutes, position: int) -> Any:
+        number = self._note(substitutes[position])
+        self._seed_sample(hosted, task, position, number)
+        return hosted.dataset[substitutes[position]]
+
+    def _retry(
+        self, fetch: Callable[[int], Any], task: Task, substitutes: Substitutes, position: int, error: Exception
+    ) -> list[Any]:
+        """Fetch the failed sample at a position again, then its replacements.
+
+        Args:
+            fetch: Function that fetches the sample at a position, as substituted.
+            task: Task of the batch.
+            substitutes: Substitutions of the batch.
+            position: Position of the failed sample.
+            error: Its exception.
+
+        Returns:
+            The sample in a list; [] if it was skipped.
+
+        Raises:
+            Exception: `error`, if the sample can be neither skipped nor replaced.
+        """
+        failures = 1
+        while True:
+            if failures > task.spec.error_retries:
+                self._note(substitutes.listed[position])
+                if not substitutes.substitute(position, error):
+                    return []
+                failures = 0
+            try:
+                return [fetch(position)]
+            except Exception:  # noqa: BLE001 - any exception of the dataset
+                failures += 1
+
+    def _note(self, index: Any) -> int | None:
+        """Record which sample is being fetched; return its index, or None if it is no integer."""
+        number = integer_of(index)
+        self._context.sample[0] = NO_SAMPLE if number is None else number
+        return number
+
+    def _seed_batch(self, hosted: HostedDataset, task: Task) -> None:
+        self._seed(hosted, "batch", task.spec.seed, task.batch_id.epoch, task.spec.rank, task.batch_id.batch)
+
+    def _seed_sample(self, hosted: HostedDataset, task: Task, position: int, number: int | None) -> None:
+        """Seed the generators for a sample: by its index if the dataset is seeded per sample, else by its position."""
+        spec, (_, epoch, batch) = task.spec, task.batch_id
+        if hosted.info.seeding == "sample":
+            self._seed(hosted, "sample", spec.seed, epoch, position if number is None else number)
+        else:
+            self._seed(hosted, "position", spec.seed, epoch, spec.rank, batch, position)
 
     def _seed(self, hosted: HostedDataset, purpose: str, *coordinates: int) -> None:
         if not self._context.seeds:
@@ -283,8 +353,31 @@ class Fetch(Stage):
         generators.seed(seed)
 
 
-def _are_64_bit(indices: list[Any]) -> bool:
+def _listed(indices: Indices) -> list[Any]:
+    return indices.tolist() if isinstance(indices, np.ndarray) else indices
+
+
+def _are_64_bit(indices: Sequence[Any]) -> bool:
     return set(map(type, indices)) == {int} and min(indices) > -(2**63) and max(indices) < 2**63
+
+
+def _fetches_together(hosted: HostedDataset, task: Task) -> bool:
+    """Return True if the dataset returns the samples of a batch with one call."""
+    if hosted.info.seeding == "sample" or task.spec.batch_size is None:
+        return False
+    return hosted.gives_batches(task.spec.collate) or getattr(hosted.dataset, "__getitems__", None) is not None
+
+
+def _not_a_stop(error: Exception, index: Any) -> Exception:
+    """Return an exception that does not end an epoch: torch would end it without an error, and lose samples."""
+    if not isinstance(error, StopIteration):
+        return error
+    other = RuntimeError(
+        f"the dataset raised StopIteration at index {index}, which would end the epoch early: raise a different "
+        "exception type, or catch StopIteration from next()"
+    )
+    other.__cause__ = error
+    return other
 
 
 class Collate(Stage):

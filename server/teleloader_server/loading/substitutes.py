@@ -1,20 +1,24 @@
-"""Decisions which samples of a batch are retried, skipped or replaced; without a dataset."""
+"""Samples of a batch that are skipped or replaced because the dataset raised an exception; without a dataset."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 
-from teleloader_server.loading.tasks import Indices, Task
-from teleloader_shared.codec import Substituted, Substitution
+from teleloader_server.loading.failures import message_of, type_of
+from teleloader_server.loading.tasks import Indices, Task, integer_of
+from teleloader_shared.codec import MAX_KEY, Substituted, Substitution
 from teleloader_shared.orders.replacement import replacement
 
 MAX_REPLACEMENTS: Final = 16
 """Number of replacements that may fail at one position before the exception is raised."""
-_MAX_MESSAGE: Final = 500
+MAX_MESSAGE: Final = 500
+"""Maximum length of the text of an exception in characters."""
+MAX_MESSAGES: Final = 16
+"""Number of substitutions of a batch with the message of the exception; further ones have only its type."""
 
 
 class Substitutes:
@@ -22,77 +26,107 @@ class Substitutes:
 
     Args:
         task: Task of the batch, with the substitutions of an earlier computation.
-        indices: Indices of the batch.
+        listed: Indices of the batch.
     """
 
-    def __init__(self, task: Task, indices: Indices) -> None:
+    def __init__(self, task: Task, listed: Indices) -> None:
         self._task = task
-        self._listed = indices
-        self._attempts: Counter[int] = Counter()
-        """Number of failed fetches of the current sample, by position."""
+        self.listed: Final = listed
         self._replacements: Counter[int] = Counter()
-        self._unexplained = 0
-        """Number of failures of the batch for which no sample is to blame."""
+        """Number of replacements so far, by position."""
         self._found: dict[int, Substitution] = {}
         if task.substituted is not None:
             self._found = {each.position: each for each in task.substituted.substitutions}
-        self.indices: Indices
-        """Indices to fetch: those of the batch, without skipped ones and with replacements."""
-        self._update()
+        self._skipped = sum(each.replacement is None for each in self._found.values())
 
-    def failed(self, errors: Mapping[int, Exception], raised: Exception) -> None:
-        """Record the samples that failed, by position in `indices`, and decide what to fetch next.
+    def substitute(self, position: int, error: Exception) -> bool:
+        """Skip or replace the sample at a position; return False if it is skipped.
 
         Args:
-            errors: Exceptions of the failed samples.
-            raised: Exception of the whole batch.
+            position: Position in `listed`.
+            error: First exception of the sample at this position.
 
         Raises:
-            Exception: `raised`, if no sample is left, too many replacements failed, or retries did not help although
-                each sample can be fetched alone.
+            Exception: `error`, if the batch has no sample left, `MAX_REPLACEMENTS` failed, or the order has no
+                candidates for a replacement.
         """
-        self._unexplained += not errors
-        if self._unexplained > self._task.spec.error_retries:
-            raise raised
-        for place, error in errors.items():
-            position = self._positions[place]
-            self._attempts[position] += 1
-            if self._attempts[position] > self._task.spec.error_retries:
-                self._attempts[position] = 0
-                self._found[position] = self._substitution(position, error, raised)
-        self._update()
-        if not self._positions:
-            raise raised
+        replaced = self._replacement(position, error) if self._task.spec.on_error == "replace" else None
+        self._found[position] = Substitution(position, _key(self.listed[position]), replaced, _text(error))
+        self._skipped += replaced is None
+        if self._skipped == len(self.listed):
+            raise error
+        return replaced is not None
 
-    def _substitution(self, position: int, error: Exception, raised: Exception) -> Substitution:
-        task, index = self._task, self._listed[position]
-        other = None
-        if task.spec.on_error == "replace":
-            attempt = self._replacements[position]
-            if attempt == MAX_REPLACEMENTS or not task.length:
-                raise raised
-            self._replacements[position] += 1
-            _, epoch, batch = task.batch_id
-            other = replacement(task.spec.seed, epoch, task.spec.rank, batch, position, attempt, task.length)
-        known = int(index) if isinstance(index, int | np.integer) and -(2**63) <= index < 2**63 else None
-        return Substitution(position, known, other, f"{type(error).__name__}: {error}"[:_MAX_MESSAGE])
+    def _replacement(self, position: int, error: Exception) -> int | str:
+        """Return the index of the next replacement: of the dataset in seeded order, else of the same batch.
 
-    def _update(self) -> None:
-        found, positions, indices = self._found, [], []
-        for position, index in enumerate(self._listed):
-            other = index if position not in found else found[position].replacement
-            if other is not None or position not in found:
-                positions.append(position)
-                indices.append(other)
-        self._positions = positions
-        self.indices = np.array(indices, np.int64) if isinstance(self._listed, np.ndarray) else indices
+        Replacements of a client-side sampler are samples of its batch, because the sampler may exclude others, such as
+        those of a validation split.
+        """
+        task, attempt = self._task, self._replacements[position]
+        candidates = len(self.listed) if task.spec.order == "client" else task.length
+        if attempt == MAX_REPLACEMENTS or not candidates:
+            raise error
+        self._replacements[position] += 1
+        _, epoch, batch = task.batch_id
+        found = replacement(task.spec.seed, epoch, task.spec.rank, batch, position, attempt, candidates)
+        if task.spec.order != "client":
+            return found
+        key = _key(self.listed[found])
+        if key is None:
+            error.add_note('on_error="replace" requires indices that are integers or strings: use on_error="skip"')
+            raise error
+        return key
+
+    def __getitem__(self, position: int) -> Any:
+        """Index to fetch for a position that is not skipped."""
+        return self.listed[position] if position not in self._found else self._found[position].replacement
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """Return position and index of each sample to fetch: without skipped ones, and with replacements."""
+        for position in range(len(self.listed)):
+            if position not in self._found or self._found[position].replacement is not None:
+                yield position, self[position]
+
+    @property
+    def indices(self) -> Indices:
+        """Indices of `items`, of the type of the batch's indices."""
+        return self._typed([index for _, index in self.items()])
+
+    def alone(self, position: int) -> Indices:
+        """Return the index to fetch for a position, as the only one of a batch."""
+        return self._typed([self[position]])
+
+    def _typed(self, indices: list[Any]) -> Indices:
+        return np.array(indices, np.int64) if isinstance(self.listed, np.ndarray) else indices
 
     def remaining(self, padding: int) -> int:
         """Return how many of the last `padding` samples of the batch were not skipped."""
-        return sum(position >= len(self._listed) - padding for position in self._positions)
+        return sum(position >= len(self.listed) - padding for position, _ in self.items())
 
     def record(self) -> Substituted | None:
         """Return the substitutions; None if there are none."""
-        if not self._found:
-            return None
-        return Substituted(len(self._listed), [self._found[position] for position in sorted(self._found)])
+        found = [self._found[position] for position in sorted(self._found)]
+        # the header of a frame is small: many long messages would make the batch fail
+        rest = [each._replace(error=each.error.partition(":")[0]) for each in found[MAX_MESSAGES:]]
+        return Substituted(len(self.listed), found[:MAX_MESSAGES] + rest) if found else None
+
+
+def _text(error: Exception) -> str:
+    text = f"{type_of(error)}: {message_of(error)}"[:MAX_MESSAGE]
+    return text.encode("utf-8", "backslashreplace").decode()[:MAX_MESSAGE]
+
+
+def _key(index: Any) -> int | str | None:
+    """Return an index in the form in which records contain it; None if it is neither an integer nor a short string."""
+    if isinstance(index, str):
+        return index if len(index) <= MAX_KEY and _is_unicode(index) else None
+    return integer_of(index)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # lone surrogates
+        return False
+    return True

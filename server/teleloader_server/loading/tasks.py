@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -83,6 +84,15 @@ class GroupReport(NamedTuple):
         samples = [self.samples[place] for place in kept]
         slowest = [self.slowest[place] for place in kept]
         return GroupReport(samples, self.failed and is_last, stages, self.cpu_wait, substituted, slowest)
+
+
+def integer_of(index: Any) -> int | None:
+    """Return an index as an int, also if it is a NumPy integer; None if it is no integer or has more than 64 bits."""
+    try:
+        found = operator.index(index)
+    except TypeError:
+        return None
+    return found if -(2**63) < found < 2**63 else None
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
