@@ -11,6 +11,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, SupportsIndex
 
+import numpy as np
+from numpy.typing import NDArray
+
 from teleloader import state
 from teleloader.arguments import (
     Arguments,
@@ -48,7 +51,7 @@ from teleloader.tensors.placement import Placement, check_placement, place
 from teleloader_shared import local
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
-from teleloader_shared.orders.plan import Plan
+from teleloader_shared.orders.plan import Plan, count_visits
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.spec import Compression, LoaderSpec, OnError, Tail
 
@@ -352,6 +355,31 @@ class DataLoader(Generic[Batch]):
                 f"{self!r} has no plan: the order is {order.description}. Use a map-style dataset with seed="
             )
         return plan
+
+    def visits(self) -> NDArray[np.int64]:
+        """Count how often each sample was in a batch of the current epoch, as far as the loop has received it.
+
+        Skipped samples are not counted, and replacements are (``on_error``). Batches before a restored state are
+        counted as planned, without the failed samples in this rank's state. The sum over all ranks shows whether each
+        sample was visited once (``teleloader audit --visits``).
+
+        Returns:
+            int64 array of shape (samples in the dataset,): numbers of visits by this rank in the epoch that the last
+            ``iter()`` started, also if that epoch has ended. Zeros before the first ``iter()``.
+
+        Raises:
+            TypeError: If a client-side sampler or an iterable-style dataset determines the order.
+        """
+        position = self._next if self._progress is None else self._progress.next
+        plan = self.plan(position.epoch)
+        visits = count_visits((plan[k] for k in range(position.batch)), plan.length)
+        for sample, replacement in position.errors:
+            # all ranks may have restored the state of one of them
+            if isinstance(sample, int) and 0 <= sample < plan.length and visits[sample]:
+                visits[sample] -= 1
+                if isinstance(replacement, int) and 0 <= replacement < plan.length:
+                    visits[replacement] += 1
+        return visits
 
     # -- iteration
 

@@ -13,6 +13,10 @@ from teleloader_shared.text import short
 STATE_VERSION: Final = 2
 
 
+Substituted = tuple[int | str | None, int | str | None]
+"""Index of a failed sample, and of the sample in its place; see `codec.Substitution`."""
+
+
 class Position(NamedTuple):
     """Position of a loader: epoch, batch, and the states that the next ``iter()`` resumes from."""
 
@@ -28,8 +32,8 @@ class Position(NamedTuple):
     """State of each shard of an iterable-style dataset, None for a shard without a state; None without any states."""
     sampler: dict[str, Any] | None = None
     """State of a client-side sampler (see `sampling.SamplerStates`); None if it is not stateful."""
-    errors: int = 0
-    """Number of samples in the earlier batches of the epoch that were skipped or replaced."""
+    errors: tuple[Substituted, ...] = ()
+    """Samples in the earlier batches of the epoch that were skipped or replaced."""
 
     def check(self) -> None:
         """Check that the states of the user's dataset and sampler are serializable.
@@ -60,7 +64,7 @@ def save(
     if generators:
         state["generators"] = dict(generators)
     if position.errors:
-        state["errors"] = position.errors
+        state["errors"] = [list(pair) for pair in position.errors]
     if global_batch_size is not None:
         return {**state, "samples": position.batch * global_batch_size}
     if position.shard_states is not None:
@@ -96,7 +100,7 @@ def load(
         _optional(state, "base_seed", int),
         None if shard_states is None else tuple(shard_states),
         _sampler(state),
-        _optional(state, "errors", int) or 0,
+        _errors(state),
     )
     return position, _optional(state, "generators", dict) or {}
 
@@ -116,6 +120,21 @@ def _epoch_and_batch(state: Mapping[str, Any], global_batch_size: int | None) ->
             f"world_size = {global_batch_size}: choose batch_size and world_size whose product divides {count}"
         )
     return epoch, batch
+
+
+def _errors(state: Mapping[str, Any]) -> tuple[Substituted, ...]:
+    pairs: list[Any] = _optional(state, "errors", list) or []
+    errors: list[Substituted] = []
+    for pair in pairs:
+        match pair:
+            case [int() | str() | None as sample, int() | str() | None as replacement]:
+                errors.append((sample, replacement))
+            case _:
+                raise StateMismatch(
+                    f"invalid state with errors = {short(pairs)}: expected a result of state_dict(), with pairs of "
+                    "indices"
+                )
+    return tuple(errors)
 
 
 def _sampler(state: Mapping[str, Any]) -> dict[str, Any] | None:

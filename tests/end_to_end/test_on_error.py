@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -68,6 +69,33 @@ def test_batches_are_the_same_on_a_server_and_in_the_training_process(on_error: 
         assert set(kept) <= set(listed)
     assert not BROKEN & {index for listed in indices for index in listed}
     assert loader.stats().errors == len(BROKEN)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_visits_are_those_of_the_received_samples(on_error: Any) -> None:
+    """Skipped samples are not counted, replacements are; also for batches before a restored state."""
+    options: dict[str, Any] = {
+        "batch_size": 8, "shuffle": True, "seed": 3, "world_size": 2, "output": "numpy", "on_error": on_error
+    }  # fmt: skip
+    received = np.zeros(LENGTH, np.int64)
+    counted = np.zeros(LENGTH, np.int64)
+    with remote(Fragile()) as dataset:
+        for rank in range(2):
+            loader = DataLoader(dataset, **options, rank=rank)
+            assert not loader.visits().any()
+            batches = iter(loader)
+            for batch in itertools.islice(batches, 20):
+                np.add.at(received, batch[:, 0], 1)
+            resumed = DataLoader(dataset, **options, rank=rank)
+            resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+            assert np.array_equal(resumed.visits(), loader.visits())
+            for batch in resumed:
+                np.add.at(received, batch[:, 0], 1)
+            counted += resumed.visits()
+    assert np.array_equal(counted, received)
+    assert not counted[list(BROKEN)].any()
+    with pytest.raises(TypeError, match="has no plan"):
+        DataLoader(Fragile(), 8, sampler=range(8), output="numpy").visits()
 
 
 def test_all_ranks_have_as_many_batches() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
@@ -557,6 +558,26 @@ def test_audit_counts_received_batches(hosting: ServerProcess) -> None:
     assert done.code == 1
     assert (found["visits"], found["missing"]) == (sum(visits), 0)
     assert found["repeated_first"] == [index for index, count in enumerate(visits) if count > 1]
+
+
+def test_audit_of_received_samples(hosting: ServerProcess, tmp_path: Path) -> None:
+    """Visits that training loops saved are added over the ranks."""
+    files = []
+    for rank in range(2):
+        loader = DataLoader(RemoteDataset(hosting.url, "numbers"), 10, seed=1, rank=rank, world_size=2, output="numpy")
+        assert len(list(loader)) == 5
+        np.save(tmp_path / f"{rank}.npy", loader.visits())
+        files += ["--visits", str(tmp_path / f"{rank}.npy")]
+    done = tool("audit", hosting.url, "numbers", *files)
+    assert done.code == 0
+    assert done.out.startswith("numbers, as received: 100 visits to 100 samples")
+    done = tool("audit", hosting.url, "numbers", *files[:2], "--json")
+    assert done.code == 1
+    assert (json.loads(done.out)["visits"], json.loads(done.out)["missing"]) == (50, 50)
+    np.save(tmp_path / "other.npy", np.zeros(99, np.int64))
+    done = tool("audit", hosting.url, "numbers", "--visits", str(tmp_path / "other.npy"))
+    assert done.code == 2
+    assert "expected an int64 array of shape (100,)" in done.err
 
 
 def test_audit_says_why_samples_are_missing_or_repeated(hosting: ServerProcess) -> None:

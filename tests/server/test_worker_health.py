@@ -294,7 +294,7 @@ def test_nothing_is_reported_while_another_worker_can_compute_the_batches(*, lac
 
 @given(times=st.lists(st.floats(0, 30), min_size=1, max_size=50))
 def test_a_fault_of_the_machine_is_retried_for_the_batch_timeout(times: list[float]) -> None:
-    """Counted from the first loss, and again from zero after the batch was abandoned or the resource was available again."""
+    """Counted from the first loss; restarted if the batch was abandoned or the resource was available again."""
     shortages, batch_id, now, first = Shortages(), BatchId("key", 0, 0), START, None
     for seconds in times:
         now += seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,15 +47,38 @@ def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
         return plan.audit(batches(), length)
 
 
-def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: bool) -> None:
-    """Print an audit result, as text or JSON."""
+def received(files: Sequence[str], length: int) -> Coverage:
+    """Add the visits in .npy files, one per rank.
+
+    Args:
+        files: Paths of arrays of ``DataLoader.visits()``.
+        length: Number of samples in the dataset.
+
+    Raises:
+        ValueError: If a file is not such an array.
+    """
+    visits = np.zeros(length, np.int64)
+    for path in files:
+        found = np.load(path, allow_pickle=False)
+        if not isinstance(found, np.ndarray) or found.shape != (length,) or found.dtype != np.int64:
+            raise ValueError(
+                f"invalid visits in {path!r}: expected an int64 array of shape ({length},), one number per sample of "
+                "the dataset. Save DataLoader.visits() with numpy.save"
+            )
+        visits += found
+    return Coverage.of(visits)
+
+
+def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int | None, *, as_json: bool) -> None:
+    """Print an audit result as text or JSON; `epoch` is None if the visits are those that training loops received."""
     if as_json:
         print_json({"dataset": name, "epoch": epoch, **facts(found)})
         return
     ranks = f" by {spec.world_size} ranks" if spec.world_size > 1 else ""
     console = results_console()
     visits = f"{counted(found.visits, 'visit')}{ranks} to {counted(found.length, 'sample')}"
-    console.print(Text(printable(f"epoch {epoch} of {name}: {visits}"), style="bold"))
+    title = f"{name}, as received" if epoch is None else f"epoch {epoch} of {name}"
+    console.print(Text(printable(f"{title}: {visits}"), style="bold"))
     if found.exact:
         console.print(Text("each sample is visited exactly once", style="green"))
     if found.missing.size:

@@ -202,15 +202,22 @@ def peek(
     options.url, options.dataset, options.epoch, options.batch_size(1), options.shuffle, options.drop_last,
     options.seed, options.world_size, options.tail, options.as_json, options.trust_directory, options.access,
 )  # fmt: skip
+@click.option(
+    "--visits", type=click.Path(exists=True, dir_okay=False), multiple=True, metavar="FILE",
+    help="Count the visits in this .npy file, an array of DataLoader.visits(). Repeat the option for each rank.",
+)  # fmt: skip
 @click.pass_context
 def audit(
-    ctx: click.Context, /, url: str | list[str], dataset: str | None, epoch: int, as_json: bool, trust_directory: bool,
-    **loader: Any,
+    ctx: click.Context, /, url: str | list[str], dataset: str | None, epoch: int, visits: tuple[str, ...],
+    as_json: bool, trust_directory: bool, **loader: Any,
 ) -> None:  # fmt: skip
     """Count the visits of all ranks to each sample in an epoch.
 
     The command computes the seeded order from the loader's arguments, as the server does. It loads no data, and uses 8
-    bytes of memory per sample. The exit code is 0 if each sample is visited exactly once.
+    bytes of memory per sample. To count what training loops received, without skipped samples and with replacements,
+    save the array of DataLoader.visits() of each rank with numpy.save, and pass the files with --visits.
+
+    The exit code is 0 if each sample is visited exactly once.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
     if remote.iterable:
@@ -218,7 +225,7 @@ def audit(
             f"cannot audit dataset {remote.name!r}: the order of an iterable-style dataset is unknown before loading"
         )
     spec = LoaderSpec(dataset=remote.name, **loader)
-    found = audits.coverage(spec, len(remote), epoch)
-    audits.show(found, remote.name, spec, epoch, as_json=as_json)
+    found = audits.received(visits, len(remote)) if visits else audits.coverage(spec, len(remote), epoch)
+    audits.show(found, remote.name, spec, None if visits else epoch, as_json=as_json)
     if not found.exact:
         ctx.exit(EXIT_NEGATIVE)

@@ -95,7 +95,7 @@ class Progress:
             states = (*states[:place], frame.shard_state, *states[place + 1 :])
         # _replace() takes twice as long, for each batch
         if frame.substituted is not None:
-            errors += len(frame.substituted.substitutions)
+            errors += tuple((each.sample, each.replacement) for each in frame.substituted.substitutions)
         return Position(epoch, batch + 1, random, base_seed, states, sampler, errors), None
 
     @property
@@ -168,7 +168,7 @@ class Iteration:
                 "%s of batch %d of epoch %d failed, and was %s: %s",
                 _name(found), batch_id.batch, batch_id.epoch, done, sentence(found.error),
             )  # fmt: skip
-        self.measures.errors = errors = self.progress.next.errors + len(substituted.substitutions)
+        self.measures.errors = errors = len(self.progress.next.errors) + len(substituted.substitutions)
         batches = batch_id.batch + 1
         with suppress(TypeError):  # a sampler without a length
             batches = batches if self.batches is None else max(batches, len(self.batches))

@@ -139,10 +139,29 @@ class Coverage:
     repeated: NDArray[np.int64]
     """Dataset indices that occurred more than once, ascending."""
 
+    @classmethod
+    def of(cls, visits: NDArray[np.int64]) -> Coverage:
+        """Create the result from the number of visits to each sample."""
+        return cls(visits.size, int(visits.sum()), np.flatnonzero(visits == 0), np.flatnonzero(visits > 1))
+
     @property
     def exact(self) -> bool:
         """True if each sample was visited exactly once."""
         return not self.missing.size and not self.repeated.size
+
+
+def count_visits(batches: Iterable[NDArray[np.int64]], length: int) -> NDArray[np.int64]:
+    """Return how often each sample occurs in the index arrays of `batches`: int64 of shape (length,).
+
+    Raises:
+        IndexError: If a batch holds an index outside [0, length).
+    """
+    visits = np.zeros(length, dtype=np.int64)
+    for indices in batches:
+        if indices.size and not 0 <= indices.min() <= indices.max() < length:
+            raise IndexError(f"indices must be in [0, {length}), got minimum {indices.min()}, maximum {indices.max()}")
+        np.add.at(visits, indices, 1)
+    return visits
 
 
 def audit(batches: Iterable[NDArray[np.int64]], length: int) -> Coverage:
@@ -153,9 +172,4 @@ def audit(batches: Iterable[NDArray[np.int64]], length: int) -> Coverage:
     Raises:
         IndexError: If a batch holds an index outside [0, length).
     """
-    visits = np.zeros(length, dtype=np.int64)
-    for indices in batches:
-        if indices.size and not 0 <= indices.min() <= indices.max() < length:
-            raise IndexError(f"indices must be in [0, {length}), got minimum {indices.min()}, maximum {indices.max()}")
-        np.add.at(visits, indices, 1)
-    return Coverage(length, int(visits.sum()), np.flatnonzero(visits == 0), np.flatnonzero(visits > 1))
+    return Coverage.of(count_visits(batches, length))
