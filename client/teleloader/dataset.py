@@ -25,6 +25,7 @@ from teleloader.fleet.servers import Servers, nearest
 from teleloader.fleet.trust import check_environment
 from teleloader.sampling import index_frame
 from teleloader.transport.interface import BatchServer
+from teleloader.transport.pool import ConnectionPool
 from teleloader.transport.selection import server_at
 from teleloader_shared import local
 from teleloader_shared.codec import BatchId, Failure, Frame
@@ -33,6 +34,7 @@ from teleloader_shared.errors import (
     ProtocolError,
     ServerUnavailable,
     TeleloaderError,
+    TlsError,
     UnknownDataset,
 )
 from teleloader_shared.messages import PREVIEW, DatasetInfo, Registration
@@ -127,6 +129,8 @@ class RemoteDataset:
         self.environment: str | None = None
         """Versions of libraries that all servers must have: those of most servers. None to accept any."""
         self._allow_mixed_environments = allow_mixed_environments
+        self._sample_pool: ConnectionPool | None = None
+        """Connections for `__getitems__` to the server with which the samples' loader is registered; None without."""
         self._info = self._persistently(lambda: self._found(name))
         self._construction.end(self)
 
@@ -188,7 +192,8 @@ class RemoteDataset:
         """Return several samples, equal to ``[dataset[index] for index in indices]``, with a common request.
 
         torch's `DataLoader`, `Subset` and `random_split` call this method with the indices of a batch. The samples are
-        computed by all workers of the server.
+        computed by all workers of the server. All calls in a process share a registration with the server, and each
+        thread that calls concurrently uses a connection, which stays open until the dataset is garbage-collected.
 
         Args:
             indices: Indices of the samples; negative indices count from the end. An index may occur repeatedly.
@@ -223,19 +228,39 @@ class RemoteDataset:
     def _samples(self, positions: list[int]) -> dict[int, Frame]:
         """Fetch the frames of samples, by index."""
         numbers = BatchRanges.of(positions)
+        frames = self._persistently(lambda: self._fetch_samples(numbers))
+        return dict(zip(positions, frames, strict=True))
+
+    def _fetch_samples(self, numbers: BatchRanges) -> list[Frame]:
+        """Fetch the frames of samples with the registration and connections of earlier calls, if there are any."""
+        pool = self._sample_pool
+        if pool is not None and pool.is_own and pool.server in self.servers.require():
+            with suppress(TeleloaderError):  # the server may have restarted or evicted the loader
+                return self._fetch_from(pool, numbers)
+        try:
+            return self._fetch_from(self._open_sample_pool(), numbers)
+        except (ServerUnavailable, TlsError):
+            raise
+        except TeleloaderError:  # any refusal may result from a corrupted bit
+            return self._fetch_from(self._open_sample_pool(), numbers)
+
+    def _open_sample_pool(self) -> ConnectionPool:
         spec = LoaderSpec(dataset=self.name, batch_size=None, fingerprint=self._info.fingerprint)
+        server, registered = self._register(spec, epoch=0)
+        return ConnectionPool(server, registered.key, 0, f"{consumers_prefix()}samples")
 
-        def request() -> list[Frame]:
-            server, registered = self._register(spec, epoch=0)
-            try:
-                frames = server.batches(registered.key, 0, numbers, consumer=f"{consumers_prefix()}samples")
-            except ServerUnavailable as error:
-                server.failed(error)  # the next attempt prefers another server
-                raise
-            server.succeeded()
-            return frames
-
-        return dict(zip(positions, self._persistently(request), strict=True))
+    def _fetch_from(self, pool: ConnectionPool, numbers: BatchRanges) -> list[Frame]:
+        """Fetch the frames of samples; keep the pool for the next call, unless an error occurs."""
+        try:
+            frames = pool.fetch(numbers)
+        except TeleloaderError as error:
+            self._sample_pool = None
+            if isinstance(error, ServerUnavailable):
+                pool.server.failed(error)  # the next registration prefers another server
+            raise
+        pool.server.succeeded()
+        self._sample_pool = pool
+        return frames
 
     def batch(
         self, spec: LoaderSpec, epoch: int, k: int, indices: list[int] | None = None, *, consumer: str = PREVIEW

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.transport.http import HttpConnection
-from tests.conftest import ServerProcess, need
+from teleloader.transport.http import HttpConnection, HttpServer
+from tests.conftest import ROOT, ServerProcess, StartServer, need
 
 HOSTED = [f"{name}=tests.end_to_end.hosted:{name}" for name in ("numbers", "augmented", "failing")]
 
@@ -24,6 +31,24 @@ def server() -> Iterator[ServerProcess]:
     running.end()
 
 
+def ports(server: ServerProcess) -> set[int]:
+    """Return the local ports of this process's connections to a server."""
+    port = urlsplit(server.url).port
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr.port for each in connections if each.raddr and each.raddr.port == port}
+
+
+def samplers(server: ServerProcess) -> set[str]:
+    """Return the PIDs of the processes that have fetched single samples."""
+    consumers = [consumer["consumer"] for consumer in server.stats()["consumers"]]
+    return {name.split(":")[-1].split("/")[0] for name in consumers if name.endswith("/samples")}
+
+
+def squares(indices: Any) -> list[list[float]]:
+    """Return samples of the dataset `numbers`."""
+    return [[i, float(i) ** 2] for i in indices]
+
+
 def plain(batches: Any) -> list[Any]:
     """Return batches of numbers as lists."""
     return [[column.tolist() for column in batch] for batch in batches]
@@ -35,7 +60,7 @@ def test_torchs_loader_loads_a_remote_dataset(server: ServerProcess, num_workers
     from torch.utils.data import ConcatDataset, Subset, random_split
     from torch.utils.data import DataLoader as TorchLoader
 
-    numbers = [(i, float(i) ** 2) for i in range(100)]
+    numbers = squares(range(100))
     remote: Any = RemoteDataset(server.url, "numbers")
     indices = [5, 99, 5, 0, *range(30, 60, 3)]
     for wrapped, local in (
@@ -57,9 +82,7 @@ def test_forked_workers_use_connections_of_their_own(server: ServerProcess) -> N
     ours = iter(DataLoader(remote, 4))
     first = next(ours)
     assert plain(TorchLoader(remote, 4, num_workers=2)) == plain([first, *ours])
-    consumers = [consumer["consumer"] for consumer in server.stats()["consumers"]]
-    pids = {name.split(":")[-1].split("/")[0] for name in consumers if name.endswith("/samples")} - {str(os.getpid())}
-    assert len(pids) >= 2, consumers
+    assert len(samplers(server) - {str(os.getpid())}) >= 2
 
 
 def test_random_numbers_are_those_of_single_requests(server: ServerProcess) -> None:
@@ -97,3 +120,102 @@ def test_ready_samples_are_fetched_with_one_request(server: ServerProcess, monke
     requests.clear()
     remote.__getitems__(indices)
     assert requests == [52]
+
+
+def test_calls_share_a_registration_and_a_connection(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further calls, also for single samples, neither register nor connect."""
+    registered: list[int] = []
+    register = HttpServer.register
+
+    def counting(server: HttpServer, spec: Any, epoch: int) -> Any:
+        registered.append(epoch)
+        return register(server, spec, epoch)
+
+    monkeypatch.setattr(HttpServer, "register", counting)
+    before = ports(server)
+    remote = RemoteDataset(server.url, "numbers")
+    assert remote.__getitems__([3, 1]) == squares([3, 1])
+    opened = ports(server) - before
+    assert [remote[7], *remote.__getitems__([5, 99])] == squares([7, 5, 99])
+    assert ports(server) - before == opened
+    assert len(opened) == len(registered) == 1
+
+
+def test_threads_use_connections_of_their_own(server: ServerProcess) -> None:
+    """Concurrent calls return the samples of their own indices, over at most one connection for each thread."""
+    before = ports(server)
+    remote = RemoteDataset(server.url, "numbers")
+    together = Barrier(4)
+
+    def fetch(thread: int) -> bool:
+        indices = range(thread, 100, 4)
+        together.wait()
+        return all(remote.__getitems__(indices) == squares(indices) for _ in range(10))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(fetch, range(4)))
+    # each thread that finds no pool opens one; the last one is kept
+    assert 1 <= len(ports(server) - before) <= 4
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_connection_in_use_survives_workers_of_torch(server: ServerProcess, method: str) -> None:
+    """Workers that start after the first call open connections of their own; the parent keeps its connection."""
+    from torch.utils.data import DataLoader as TorchLoader
+
+    before = ports(server)
+    remote: Any = RemoteDataset(server.url, "numbers")
+    assert remote[1] == [1, 1.0]
+    opened, earlier = ports(server) - before, samplers(server)
+    batches = iter(TorchLoader(remote, 4, num_workers=2, multiprocessing_context=method))
+    assert remote.__getitems__([2, 3]) == squares([2, 3])
+    assert plain(batches) == plain(TorchLoader(squares(range(100)), 4))
+    assert remote[4] == [4, 16.0]
+    assert ports(server) - before == opened
+    assert len(samplers(server) - earlier) == 2
+
+
+def test_connections_close_with_the_dataset(server: ServerProcess) -> None:
+    """A dataset closes its connections when it is garbage-collected; its pickle contains none."""
+    before = ports(server)
+    remote = RemoteDataset(server.url, "numbers")
+    assert remote[1] == [1, 1.0]
+    copied = pickle.loads(pickle.dumps(remote))
+    assert len(ports(server) - before) == 1
+    assert copied[2] == [2, 4.0]
+    assert len(ports(server) - before) == 2
+    del remote, copied
+    assert ports(server) <= before
+
+
+def test_connections_close_at_exit(server: ServerProcess) -> None:
+    """A process that exits with a dataset in use prints no warning about open sockets."""
+    program = (
+        "from teleloader import RemoteDataset\n"
+        f"remote = RemoteDataset({server.url!r}, 'numbers')\n"
+        "sample = remote[5]\n"
+        "print(sample)"
+    )
+    done = subprocess.run([sys.executable, "-X", "dev", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[5, 25.0]\n", "")
+
+
+def test_a_server_may_restart_between_calls(start_server: StartServer, free_port: int) -> None:
+    """The next call registers with the new server."""
+    remote = None
+    for how in ("end", "kill", "end"):
+        running = start_server(*HOSTED, port=free_port)
+        remote = remote or RemoteDataset(running.url, "numbers")
+        assert remote.__getitems__([1, 2]) == squares([1, 2])
+        getattr(running, how)()
+
+
+def test_samples_come_from_another_server_after_an_exit(start_server: StartServer) -> None:
+    """If the server of earlier calls is unavailable, the next call uses another one."""
+    first, second = (start_server(*HOSTED, "--num-workers", "1") for _ in range(2))
+    remote = RemoteDataset([first.url, second.url], "numbers", reconnect_timeout=0)
+    assert remote[1] == [1, 1.0]
+    used = first if ports(first) else second
+    used.kill()
+    assert remote.__getitems__([2, 3]) == squares([2, 3])
+    assert ports(first if used is second else second)

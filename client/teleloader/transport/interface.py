@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import closing
-from typing import Final, Protocol
+from typing import Protocol
 
-from teleloader.api.control import Server, confirmed
+from teleloader.api.control import Server
 from teleloader.tensors.memory import HostBuffers
-from teleloader.tensors.output import choose_output
 from teleloader.transport.request import BatchRequest
-from teleloader.transport.response import decode
 from teleloader.transport.tracing import RequestTrace
-from teleloader_shared.buffers import BufferPool
-from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, BatchId, Frame, Memory
-from teleloader_shared.errors import CorruptFrame, ServerUnavailable
-from teleloader_shared.messages import READY_BYTES, ConsumerReport
-from teleloader_shared.ranges import MAX_RANGES, BatchRanges
-from teleloader_shared.text import sentence
-
-_NO_REPORT: Final = ConsumerReport(elapsed=0.0, waited=0.0, taken=0, reconnects=0, hedges=0)
-"""Report of a request without a training loop."""
+from teleloader_shared.codec import Memory
+from teleloader_shared.messages import ConsumerReport
 
 
 class TransportError(Exception):
@@ -84,38 +74,6 @@ class Connection(Protocol):
 
 class BatchServer(Server, ABC):
     """Base class of loader server clients with a batch transport; inherits the control requests of `Server`."""
-
-    @confirmed
-    def batches(self, key: str, epoch: int, numbers: BatchRanges, *, consumer: str) -> list[Frame]:
-        """Fetch batches in the calling thread, over one connection with as few requests as possible.
-
-        Args:
-            key: Key of the loader, which must not have a client-side sampler or shards.
-            epoch: Epoch number.
-            numbers: Batches to fetch.
-            consumer: Name of the consumer in the server's statistics.
-
-        Raises:
-            ServerUnavailable: If the connection broke, or a response was damaged.
-            UnknownLoader: If the loader is not registered with the server.
-        """
-        frames: list[Frame] = []
-        buffers = HostBuffers(choose_output(None), BufferPool())
-        try:
-            with closing(self.connect(key, epoch, consumer, lambda: _NO_REPORT)) as connection:
-                while len(frames) < len(numbers):
-                    missing = BatchRanges.of(numbers[len(frames) :])
-                    wanted = BatchRanges(*missing.ranges[:MAX_RANGES])
-                    connection.send(BatchRequest(wanted))
-                    memory = connection.receive(buffers, len(wanted), DEFAULT_MAX_BATCH_BYTES + READY_BYTES)
-                    frames += decode(
-                        memory, BatchId(key, epoch, 0), wanted, DEFAULT_MAX_BATCH_BYTES,
-                        verified=connection.verified, has_shards=False,
-                    )  # fmt: skip
-        except (TransportError, CorruptFrame) as error:
-            number, why = numbers[len(frames)], sentence(str(error)) or type(error).__name__
-            raise ServerUnavailable(f"{self.url} did not send batch {number}: {why}") from error
-        return frames
 
     @abstractmethod
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> Connection:
