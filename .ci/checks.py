@@ -188,14 +188,14 @@ def nightly() -> Iterator[Step]:
         f"{UV} pip install --quiet --python {python('.venv-frameworks')} {TORCH} --group frameworks\n"
         # importing the frameworks counts to the timeout, too
         + pytest(".venv-frameworks",
-                 "tests/examples tests/gpu/test_host_memory.py tests/shared/test_registry.py "
-                 "tests/end_to_end/test_augmentation.py --timeout 300"),
+                 "tests/examples --ignore tests/examples/test_ray_train.py tests/gpu/test_host_memory.py "
+                 "tests/shared/test_registry.py tests/end_to_end/test_augmentation.py --timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
         pytest=f"{python('.venv-frameworks')} -m pytest",
     )  # fmt: skip
     yield Step(
         "pyright",
-        f"{UV} pip install --quiet --python {python('.venv-frameworks')} pyright\n"
+        f"{UV} pip install --quiet --python {python('.venv-frameworks')} {TORCH} pyright 'ray[train]'\n"
         f".venv-frameworks/bin/pyright --pythonpath {python('.venv-frameworks')}",
         after=("frameworks",),
     )
@@ -222,7 +222,8 @@ def nightly() -> Iterator[Step]:
         "ray",
         f"{installed(ray, TORCH)}\n"
         f"{UV} pip install --quiet --python {python(ray)} {TORCH} 'ray[train]' \"$(echo build/ci/dist/*.whl)[ray]\"\n"
-        + pytest(ray, "tests/end_to_end/test_ray.py tests/end_to_end/test_ray_autoscaling.py --timeout 600", 0),
+        + pytest(ray, "tests/examples/test_ray_train.py tests/end_to_end/test_ray.py "
+                      "tests/end_to_end/test_ray_autoscaling.py --timeout 600", 0),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"}, pytest=f"{python(ray)} -m pytest",
     )  # fmt: skip
     yield Step("chaos", f'make chaos CHAOS="--seed {time.strftime("%j")} --minutes 10"', after=("environment",))
