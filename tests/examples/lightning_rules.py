@@ -5,9 +5,12 @@ Each rule compares ``teleloader.torch.DataLoader`` with torch's loader in the sa
 
 from __future__ import annotations
 
+import itertools
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -85,6 +88,35 @@ def fabric(url: str) -> None:
         assert ours == theirs, f"shuffle={shuffle}: {ours} is not {theirs}"
 
 
+def fabric_checkpoints(url: str) -> None:
+    """A loader in the state of `Fabric.save` and `Fabric.load` resumes after any batch, also with another seed."""
+    process = started_fabric()
+    options: tuple[dict[str, Any], ...] = ({}, {"shuffle": True}, {"shuffle": True, "seed": 5})
+    with tempfile.TemporaryDirectory() as own_folder:
+        path = Path(process.broadcast(own_folder)) / "checkpoint.ckpt"
+        for arguments in options:
+            for number in range(1, len(setup(process, url, arguments))):
+                torch.manual_seed(0)
+                loader = setup(process, url, arguments)
+                iterator = iter(loader)
+                for _ in range(number):
+                    next(iterator)
+                process.save(path, {"loader": loader, "batches": number})
+                expected = [batch.tolist() for batch in itertools.chain(iterator, loader)]
+                torch.manual_seed(77)
+                resumed = setup(process, url, arguments)
+                process.load(path, {"loader": resumed})
+                found = [batch.tolist() for batch in itertools.chain(resumed, resumed)]
+                assert found == expected, f"{arguments} after {number} batches: {found} is not {expected}"
+                process.barrier()
+        process.barrier()
+
+
+def setup(process: Any, url: str, arguments: dict[str, Any]) -> Any:
+    """Return a loader that Fabric has prepared."""
+    return process.setup_dataloaders(DataLoader(RemoteDataset(url), batch_size=4, **arguments))
+
+
 def started_fabric() -> Any:
     """Return a Fabric object in this process."""
     started = lightning.Fabric(accelerator="cpu", devices=PROCESSES, strategy="ddp" if PROCESSES > 1 else "auto")
@@ -133,7 +165,7 @@ def seeded(url: str) -> None:
     assert [batch.tolist() for _ in range(2) for batch in prepared] == plan
 
 
-RULES = (fabric, fit_and_validate, hooks, overfit, predict, seeded)
+RULES = (fabric, fabric_checkpoints, fit_and_validate, hooks, overfit, predict, seeded)
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", module="lightning")  # advice about loaders, workers and devices

@@ -16,7 +16,7 @@ LIGHTNINGS_OWN = (
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_lightning_treats_the_loader_as_torchs(processes: int) -> None:
-    """Fabric, training, validation, prediction, overfitting and hooks, see lightning_rules.py."""
+    """Fabric, its checkpoints, training, validation, prediction, overfitting and hooks, see lightning_rules.py."""
     need_framework("lightning")
     launcher = () if processes == 1 else RANKS
     with serve(range(23), num_workers=1) as url:
@@ -24,4 +24,4 @@ def test_lightning_treats_the_loader_as_torchs(processes: int) -> None:
             *launcher, "-m", "tests.examples.lightning_rules", url, str(processes), ignore=LIGHTNINGS_OWN,
             OMP_NUM_THREADS="1",
         )  # fmt: skip
-    assert printed.count(": passed") == 6 * processes
+    assert printed.count(": passed") == 7 * processes
