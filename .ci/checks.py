@@ -189,7 +189,8 @@ def nightly() -> Iterator[Step]:
         # importing the frameworks counts to the timeout, too
         + pytest(".venv-frameworks",
                  "tests/examples --ignore tests/examples/test_ray_train.py tests/gpu/test_host_memory.py "
-                 "tests/shared/test_registry.py tests/end_to_end/test_augmentation.py --timeout 300"),
+                 "tests/docs/test_errors.py tests/shared/test_registry.py tests/end_to_end/test_augmentation.py "
+                 "--timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
         pytest=f"{python('.venv-frameworks')} -m pytest",
     )  # fmt: skip

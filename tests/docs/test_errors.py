@@ -29,6 +29,7 @@ from teleloader_server.limits import ClientLimits
 from tests.conftest import ROOT, ServerProcess, StartServer, need
 from tests.end_to_end.certificates import Files
 from tests.end_to_end.terminal import SERVER, TOOLS, piped
+from tests.examples.running import need_framework
 
 BROKEN: Final = "tests.docs.my_package.broken:"
 DATA: Final = "tests.docs.my_package.data:"
@@ -424,6 +425,29 @@ def _(server: ServerProcess) -> str:
 @meets("`seed` together with a sampler")
 def _(server: ServerProcess) -> str:
     return raised_by(lambda: DataLoader(RemoteDataset(server.url, "train"), sampler=[1, 2], seed=7))
+
+
+def refused_by_accelerate(loader: DataLoader, **options: Any) -> str:
+    """Return the error of ``Accelerator.prepare`` in one of two processes."""
+    need_framework("accelerate")
+    from teleloader.frameworks.accelerate import _check
+
+    return raised_by(lambda: _check(loader, options, processes=2))
+
+
+@meets("`dispatch_batches` of accelerate")
+def _(server: ServerProcess) -> str:
+    return refused_by_accelerate(DataLoader(RemoteDataset(server.url, "train")), dispatch_batches=True)
+
+
+@meets("`split_batches` of accelerate")
+def _(server: ServerProcess) -> str:
+    return refused_by_accelerate(DataLoader(RemoteDataset(server.url, "stream"), num_workers=1), split_batches=True)
+
+
+@meets("accelerate with an iterable-style dataset without workers")
+def _(server: ServerProcess) -> str:
+    return refused_by_accelerate(DataLoader(RemoteDataset(server.url, "stream")))
 
 
 # -- accelerators
