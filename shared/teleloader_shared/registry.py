@@ -13,12 +13,16 @@ from typing import Any, Final
 
 import numpy as np
 
+from teleloader_shared.array_types import ARRAY, NESTED, SPARSE
 from teleloader_shared.errors import DecodeError
-from teleloader_shared.library_types import ARRAY, ENTRIES, NESTED, SPARSE, TypeEntry
+from teleloader_shared.library_types import ENTRIES
+from teleloader_shared.plain_values import TypeEntry
 from teleloader_shared.text import short
 
 MAX_NAME: Final = 256
 """Maximum length of a registered name, in characters."""
+MAX_REASON: Final = 500
+"""Maximum length of the reason in the error for a value that cannot be restored, in characters: peers can choose it."""
 _MAX_FOUND: Final = 1024
 
 _by_type: Final[dict[type, TypeEntry]] = {}
@@ -37,37 +41,52 @@ def register(
 
     Call this function in the server and in the client, for example in a module that the dataset and the training script
     import. The server converts each instance with `to_plain`, and the client calls `from_plain` with the result, in a
-    thread that receives batches. Instances of subclasses are not converted. A registration replaces an earlier one of
-    the same type.
+    thread that receives batches. A registration replaces an earlier one of the same type, and the ready-made conversion
+    of a library's type. Instances of subclasses are converted only if the replaced ready-made conversion converts them,
+    as for ``PIL.Image.Image``.
+
+    A server can send any value for any registered name. `from_plain` must therefore check the value before it calls the
+    value's methods, if servers are not trusted.
 
     Args:
-        type: The class; not a built-in type or np.ndarray.
-        name: Name in frames, the same on both sides: 1 to 256 characters.
+        type: The class; not a built-in type, np.ndarray, a NumPy scalar or torch.Tensor.
+        name: Name in frames, the same on both sides: 1 to 256 characters. Names of ready-made conversions, such as
+            ``decimal.Decimal``, are reserved for their classes.
         to_plain: Converts an instance to a value that a batch can hold: numbers, strings, bytes, arrays, tensors,
             containers, and instances of other registered types.
         from_plain: Converts such a value to an instance. torch tensors arrive as arrays of the loader's ``output=``.
 
     Raises:
         TypeError: If `type` is not a class, or a conversion is not callable.
-        ValueError: If `type` is a built-in type, or `name` is empty, too long or registered for another class.
+        ValueError: If `type` is a built-in type, or `name` is empty, too long, or registered for another class.
 
     Example:
         >>> register(Sample, "my_package.Sample", Sample.to_dict, Sample.from_dict)  # doctest: +SKIP
     """
     if not isinstance(type, _TYPE):
-        raise TypeError(f"cannot register {type!r:.80}: expected a class")
-    if type in _BUILT_IN:
-        raise ValueError(f"cannot register {type.__qualname__}: batches can contain its instances without registration")
+        raise TypeError(f"cannot register {type!r:.80}: expected a class. Pass the class, not an instance or its name")
+    if _is_built_in(type):
+        raise ValueError(
+            f"cannot register {type.__qualname__}: batches can contain its instances without registration. Remove the "
+            "call, or register a subclass"
+        )
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise ValueError(
-            f"cannot register {type.__qualname__}: name must have 1 to {MAX_NAME} characters, got {name!r}"
+            f"cannot register {type.__qualname__}: name must have 1 to {MAX_NAME} characters, got {name!r:.80}. Pass a "
+            f"name such as {_path(type)!r:.{MAX_NAME}}"
         )
     for argument, function in (("to_plain", to_plain), ("from_plain", from_plain)):
         if not callable(function):
-            raise TypeError(f"cannot register {type.__qualname__}: {argument} must be callable, got {function!r:.80}")
-    other = next((kind for kind, entry in _by_type.items() if entry.name == name and _path(kind) != _path(type)), None)
-    if other is not None:
-        raise ValueError(f"cannot register {_path(type)} as {name!r}: the name is registered for {_path(other)}")
+            raise TypeError(
+                f"cannot register {type.__qualname__}: {argument} must be callable, got {function!r:.80}. Pass a "
+                "function"
+            )
+    owner = _owner(name)
+    if owner is not None and _path(type) not in owner:
+        raise ValueError(
+            f"cannot register {_path(type)} as {name!r}: the name is registered for {' or '.join(owner)}. Pass another "
+            f"name, such as {_path(type)!r}"
+        )
     _by_type[type] = _by_name[name] = TypeEntry(name, to_plain, from_plain)
     _found.clear()
 
@@ -77,6 +96,19 @@ _BUILT_IN: Final = (
     type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, deque, range, slice,
     OrderedDict, defaultdict, Counter, np.ndarray,
 )  # fmt: skip
+
+
+def _is_built_in(kind: type) -> bool:
+    is_scalar = issubclass(kind, np.generic) and kind is not np.record
+    return kind in _BUILT_IN or is_scalar or _path(kind) in ("torch.Tensor", "torch.Size")
+
+
+def _owner(name: str) -> list[str] | None:
+    """Return the paths of the classes that may be registered with a name; None if the name is not taken."""
+    ready_made = [path for path, entry in ENTRIES.items() if entry.name == name]
+    if ready_made or name in (ARRAY.name, SPARSE.name, NESTED.name):
+        return ready_made or ["arrays and tensors"]
+    return next(([_path(kind)] for kind, entry in _by_type.items() if entry.name == name), None)
 
 
 def _path(kind: type) -> str:
@@ -95,17 +127,22 @@ def find(kind: type) -> TypeEntry | None:
 
 
 def _search(kind: type) -> TypeEntry | None:
-    if kind in _by_type:
-        return _by_type[kind]
     for base in kind.__mro__:
         entry = ENTRIES.get(_path(base))
-        if entry is not None and (base is kind or entry.subclasses):
-            return entry
+        if base is kind or (entry is not None and entry.subclasses):
+            found = _by_type.get(base, entry)
+            if found is not None:
+                return found
     return None
 
 
-def restore(name: str, plain: object) -> Any:
+def restore(name: str, plain: object, *, hashed: bool = False) -> Any:
     """Convert a plain value to an instance of the type with a registered name.
+
+    Args:
+        name: The registered name.
+        plain: The plain value.
+        hashed: Whether the instance becomes a dict key or an element of a set.
 
     Raises:
         DecodeError: If no type of that name is registered, or the value cannot be converted.
@@ -117,6 +154,18 @@ def restore(name: str, plain: object) -> Any:
             f"teleloader.register(TYPE, {short(name)}, to_plain, from_plain) before iterating, as on the server"
         )
     try:
-        return entry.from_plain(plain)
+        value = entry.from_plain(plain)
+        if hashed:
+            entry.check_key(type(value))
     except Exception as error:
-        raise DecodeError(f"cannot restore a value of type {short(name)}: {type(error).__name__}: {error}") from error
+        raise DecodeError(f"cannot restore a value of type {short(name)}: {_reason(error)}") from error
+    return value
+
+
+def _reason(error: Exception) -> str:
+    """Return the type and the beginning of the message of an exception, which a user's class may fail to format."""
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - the batch has an error in any case
+        message = "(no message)"
+    return f"{type(error).__name__}: {message}"[:MAX_REASON]

@@ -12,18 +12,19 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sized
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from inspect import getattr_static
 from itertools import repeat
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol, SupportsIndex
+from types import MappingProxyType, MemberDescriptorType
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_shared import dtypes, registry
+from teleloader_shared.array_types import ARRAY, NESTED, SPARSE, is_describable
 from teleloader_shared.errors import EncodeError, ProtocolError
-from teleloader_shared.library_types import ARRAY, MAX_DIGITS, NESTED, SPARSE, TypeEntry, is_describable
+from teleloader_shared.plain_values import MAX_DIGITS, TypeEntry, UnsupportedValue
 from teleloader_shared.records import RecordTypes, instance, is_dunder, is_name, last_name
 from teleloader_shared.text import short
 
@@ -242,6 +243,11 @@ class _Describer:
     def _registered(self, entry: TypeEntry, value: Any, path: str, depth: int) -> Any:
         try:
             plain = entry.to_plain(value)
+        except UnsupportedValue as error:
+            raise EncodeError(
+                f"cannot encode {path} of type {_type_name(value)}: {error}. Convert the value in the collate "
+                f"function, or register the type in the server and in the client:\n{_lines(value)}"
+            ) from error
         except Exception as error:
             raise EncodeError(f"cannot encode {path} of type {_type_name(value)}: {error}") from error
         self._count((plain,), path)
@@ -328,10 +334,21 @@ def _is_namedtuple(value: Any) -> bool:
 
 def _check_key(key: Any, path: str) -> None:
     """Reject keys whose hash could run code of a user's class in the receiver."""
-    if isinstance(key, tuple | frozenset):
+    if type(key) is str:
+        return
+    entry = registry.find(type(key))
+    if entry is not None:
+        try:
+            entry.check_key(type(key))
+        except UnsupportedValue as error:
+            raise EncodeError(
+                f"cannot encode {path}: {error}. Use other keys, or register the type in the server and in the client:"
+                f"\n{_lines(key)}"
+            ) from error
+    elif isinstance(key, tuple | frozenset):
         for item in key:
             _check_key(item, path)
-    elif not isinstance(key, _KEYS) and registry.find(type(key)) is None:
+    elif not isinstance(key, _KEYS):
         raise EncodeError(
             f"cannot encode {path}: unsupported type {_type_name(key)}. Supported types: None, str, bytes, numbers, "
             "tuples and frozensets of these, and registered types"
@@ -347,10 +364,10 @@ def _field_values(value: Any, names: tuple[str, ...], path: str) -> list[Any]:
 
 def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
     """Reject attributes that would be lost silently; cached properties are exempt, since they can be recomputed."""
-    for name in _attributes(value):
+    for name in _attributes(value, names):
         computed = isinstance(getattr_static(type(value), name, None), cached_property)
         # the typing module sets __orig_class__ on instances of generic classes
-        if name not in names and not computed and not is_dunder(name):
+        if not computed and not is_dunder(name):
             raise EncodeError(
                 f"cannot encode {path}: attribute {name!r} of the {_type_name(value)} would be lost. Declare the "
                 "attribute as a field of a dataclass, remove it in the collate function, or register the type in the "
@@ -358,15 +375,31 @@ def _check_attributes(value: Any, names: tuple[str, ...], path: str) -> None:
             )
 
 
-def _attributes(value: Any) -> list[str]:
-    """Return the names of an instance's attributes, in its ``__dict__`` and in slots."""
-    slots = (
-        f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-        for base in type(value).__mro__
-        for found in [vars(base).get("__slots__", ())]
-        for name in ((found,) if isinstance(found, str) else found)
+def _attributes(value: Any, names: tuple[str, ...]) -> list[str]:
+    """Return the attributes of an instance in its ``__dict__`` and in slots, except those that `names` refers to."""
+    found = [name for name in getattr(value, "__dict__", ()) if name not in names]
+    kind: type = type(value)
+    for slot in _slots(kind):
+        if slot.__name__ in names and getattr_static(kind, slot.__name__) is slot:
+            continue
+        try:
+            slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+        found.append(slot.__name__)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
+    """Return the slots of a class and its bases; ``__slots__`` may be an iterator, and subclasses may hide slots."""
+    return tuple(
+        slot
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for slot in vars(base).values()
+        if type(slot) is MemberDescriptorType
     )
-    return [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
 
 
 def _lines(value: object) -> str:
@@ -404,13 +437,30 @@ def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf | TypeEn
             raise EncodeError(
                 f"cannot encode {path}: masked arrays are not supported. Return data and mask as two arrays"
             )
-        _check_attributes(array, (), path)
+        _check_array_class(array, path)
     name = dtypes.name_of(array.dtype)
     if name not in dtypes.NUMPY and name not in dtypes.EXTENDED:
+        if array.dtype.type is np.record:
+            _reject_array(array, "np.record", path)
         if is_describable(array.dtype):
             return ARRAY
         raise EncodeError(_no_dtype(path, "an array", array.dtype))
     return ArrayLeaf(name, kind, array if name in dtypes.NUMPY else dtypes.bits_of(array))
+
+
+def _check_array_class(array: NDArray[Any], path: str) -> None:
+    """Reject subclasses of np.ndarray that have attributes, or other methods than arrays."""
+    for base in type(array).__mro__:
+        if base.__module__.partition(".")[0] == "numpy" and base.__name__ in ("recarray", "chararray", "matrix"):
+            _reject_array(array, f"np.{base.__name__}", path)
+    _check_attributes(array, (), path)
+
+
+def _reject_array(array: NDArray[Any], lost: str, path: str) -> NoReturn:
+    raise EncodeError(
+        f"cannot encode {path}: the class {lost} would be lost. Return an np.ndarray with the dtype of its fields, or "
+        f"register the type in the server and in the client:\n{_lines(array)}"
+    )
 
 
 def _tensor_leaf(torch: Any, tensor: Any, path: str) -> ArrayLeaf | TypeEntry:
@@ -496,7 +546,7 @@ class _Builder:
                 self._count(1)
                 # not as part of a key: only the restored value must be hashable
                 builder = _Builder(self._make_leaf, self._types, self._budget) if self._hashed else self
-                return registry.restore(name, builder.build(plain, depth + 1))
+                return registry.restore(name, builder.build(plain, depth + 1), hashed=self._hashed)
         return _build_number(kind, content)
 
     def _nodes(self, nodes: list[Any], depth: int) -> list[Any]:

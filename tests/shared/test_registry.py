@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from teleloader_shared import codec, library_types, registry
+from teleloader_shared import codec, registry
 from teleloader_shared.codec import BatchId, Failure
 from teleloader_shared.errors import EncodeError
 from teleloader_shared.memory import NumpyMemory, TorchMemory
+from teleloader_shared.plain_values import TypeEntry
 from teleloader_shared.registry import register
 from tests.conftest import examples, label, need
 
@@ -38,7 +39,7 @@ def received(batch: object, memory: type[NumpyMemory] = TorchMemory) -> Any:
 
 def forged(name: str, plain: object) -> Any:
     """Return what a client receives from a server that sends any plain value for a registered name."""
-    entry = library_types.TypeEntry(name, lambda _: plain, lambda _: None)
+    entry = TypeEntry(name, lambda _: plain, lambda _: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry._by_type, Sample, entry)
         registry._found.clear()
@@ -78,10 +79,17 @@ class Hooked(enum.Flag):
     """Flag that runs code of its own when members are combined."""
 
     ON = 1
+    OFF = 2
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
         pytest.fail("code of a class that the server selects ran in the client")
+
+
+class Kept(enum.Flag, boundary=enum.KEEP):
+    """Flag that keeps bits without a member."""
+
+    ON = 1
 
 
 class Sample:
@@ -207,8 +215,8 @@ def test_an_enum_that_the_client_has_not_imported_is_an_error(monkeypatch: pytes
     monkeypatch.undo()
     for name, plain, text in (
         ("Sample", ["RED"], "is not imported"),
-        ("Color", ["BLUE"], "KeyError"),
-        ("Hooked", ["ON"], "must not override _missing_"),
+        ("Color", ["BLUE"], "Color has no member 'BLUE'"),
+        ("Hooked", ["ON", "OFF"], "must not override _missing_"),
     ):
         assert text in forged("enum.Enum", [__name__, name, plain]).message
 
@@ -228,15 +236,12 @@ def test_what_would_be_lost_is_an_error() -> None:
         def __init__(self, hidden: str) -> None:
             self.__hidden = hidden
 
-    class Kept(enum.Flag, boundary=enum.KEEP):
-        ON = 1
-
     for value, text in (
-        (OwnPath("a"), "subclass .*OwnPath of pathlib.Path would be lost"),
+        (OwnPath("a"), "the class .*OwnPath would be replaced by pathlib's"),
         (OwnDate(1, 1, 1), "unsupported type .*OwnDate"),
-        (datetime(1, 1, 1, tzinfo=ZoneInfo.from_file(io.BytesIO(_zone()))), "time zone .* must be"),
-        (Kept(8 | 1), "bits that are no members"),
-        (Decimal("1" * 5000), "more than 4,300 characters"),
+        (datetime(1, 1, 1, tzinfo=ZoneInfo.from_file(io.BytesIO(_zone()))), "time zone None would be replaced"),
+        (Kept(8 | 1), "flag 9 has undefined bits"),
+        (Decimal("1" * 5000), "5,000 characters, more than 4,300"),
         (np.ma.masked_equal(np.array(["a", "b"]), "a"), "masked arrays are not supported"),
         (Slotted("x"), "attribute '_Slotted__hidden' of the .*Slotted would be lost"),
     ):
@@ -409,8 +414,9 @@ def test_images_arrive_unchanged() -> None:
 
 def test_a_forged_image_allocates_no_more_than_it_has_pixels() -> None:
     """The size is checked before Pillow allocates the image."""
+    pytest.importorskip("PIL.Image")
     bits = np.zeros(4, np.uint8)
-    assert "too few" in forged("PIL.Image.Image", ["RGB", [2**20, 2**20], {}, None, bits]).message
+    assert "do not match" in forged("PIL.Image.Image", ["RGB", [2**20, 2**20], {}, None, bits]).message
     assert isinstance(forged("PIL.Image.Image", ["RGB", [2, 2], {}, None, bits]), Failure)
 
 
@@ -425,7 +431,7 @@ def test_a_library_that_the_client_has_not_imported_is_an_error(monkeypatch: pyt
 
 def test_a_forged_fraction_takes_no_time() -> None:
     """A text with an exponent would be expanded to its digits."""
-    assert "must be integers" in forged("fractions.Fraction", ["1e99999999", 1]).message
+    assert "unexpected types: got [str, int]" in forged("fractions.Fraction", ["1e99999999", 1]).message
 
 
 def test_timestamps_of_pandas_arrive_unchanged() -> None:
