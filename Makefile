@@ -35,6 +35,9 @@ lint: $(VENV)/.dev  ## Check style, types and import contracts.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	for platform in darwin win32; do \
+		$(BIN)/mypy --platform $$platform --no-warn-unreachable --cache-dir .mypy_cache/$$platform client shared || exit 1; \
+	done
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.docs  ## Make the documentation's site in build/docs; links that lead nowhere are errors (LINKS=1 tries those to other sites too).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDatase
 
     Raises:
         TypeError: If the server package is not installed, or `dataset` is not a dataset.
-        TeleloaderError: If the object cannot be hosted, for example because it has no length or a package is missing.
+        TeleloaderError: If the object cannot be hosted, for example because it has no length, a package is missing,
+            or the operating system is not supported.
     """
     if isinstance(dataset, RemoteDataset):
         return dataset
@@ -35,6 +37,12 @@ def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDatase
         raise TypeError(
             f"dataset must be a RemoteDataset, or define __getitem__ and __len__, or __iter__; got {dataset!r:.80} "
             f"({type(dataset).__qualname__})"
+        )
+    if sys.platform == "win32" or (sys.platform != "linux" and num_workers > 0):
+        raise TeleloaderError(
+            f"cannot load a dataset of type {type(dataset).__qualname__} with num_workers={num_workers} on "
+            f"{sys.platform}: workers require Linux, and num_workers=0 requires Linux or macOS. Pass a RemoteDataset of a "
+            "server on Linux"
         )
     return DirectDataset(load_in_process(dataset, _NAME)) if num_workers == 0 else _host_in_process(dataset)
 

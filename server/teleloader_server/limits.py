@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -189,7 +190,11 @@ DEFAULT_LIMITS: Final = ClientLimits()
 
 def default_num_workers() -> int:
     """Return the number of CPUs in this process's affinity mask."""
-    return len(os.sched_getaffinity(0))
+    if sys.platform != "linux":  # in-process loading; other systems have no affinity mask
+        count = os.cpu_count() or 1
+    else:
+        count = len(os.sched_getaffinity(0))
+    return count
 
 
 def default_memory_budget() -> int:

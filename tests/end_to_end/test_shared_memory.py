@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.transport import handoff
+from teleloader.transport import handoff, http
 from teleloader_server import serve
 from teleloader_server.limits import ClientLimits
 from tests.conftest import ROOT, ServerProcess, eventually
@@ -171,7 +171,7 @@ def test_batches_that_are_kept_too_long_stay_valid() -> None:
 
 def test_a_client_elsewhere_receives_batches_over_http(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that cannot connect to the Unix socket, as in another network namespace, needs no setting."""
-    monkeypatch.setattr(handoff, "connect", lambda offer: None)
+    monkeypatch.setattr(http, "open_channel", lambda offer: None)
     for number, batch in enumerate(loader_of(url)):
         check(batch, number)
     assert lent_batches(url) == 0

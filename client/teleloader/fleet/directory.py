@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -87,10 +88,21 @@ class FileDirectory:
 
     def read(self) -> Listing:
         """Read the file, unless other users can write to it."""
+        if sys.platform == "win32":
+            problem = (
+                "on Windows, the client cannot check which users can write to a file: pass a function that returns the "
+                "URLs in place of the file"
+            )
+            return replace(_unreadable(problem), refusal=TeleloaderError(problem))
+        user = os.geteuid()
+
+        def without_waiting(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would block until a writer opens it
+
         try:
-            with open(self._path, "rb", opener=_without_waiting) as file:
-                problem = _writable(os.fstat(file.fileno()), self._path)
-                problem = problem or _writable(self._path.parent.stat(), self._path.parent)
+            with open(self._path, "rb", opener=without_waiting) as file:
+                problem = _writable(os.fstat(file.fileno()), self._path, user)
+                problem = problem or _writable(self._path.parent.stat(), self._path.parent, user)
                 content = b"" if problem else file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             return _unreadable(error.strerror or str(error))
@@ -224,13 +236,9 @@ def _unreadable(problem: str) -> Listing:
     return Listing((), is_complete=False, problems=(problem,))
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would block until a writer opens it
-
-
-def _writable(status: os.stat_result, path: Path) -> str | None:
-    """Return why other users can change a file or folder, or None if they cannot."""
-    if status.st_uid not in (0, os.geteuid()):
+def _writable(status: os.stat_result, path: Path, user: int) -> str | None:
+    """Return why users other than `user` can change a file or folder, or None if they cannot."""
+    if status.st_uid not in (0, user):
         return f"{path} belongs to another user, who could add servers: change its owner"
     is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:

@@ -11,8 +11,10 @@ for each page costs twice as much. A slot is given back when the last array that
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hmac
+import mmap
 import os
 import socket
 import sys
@@ -38,6 +40,8 @@ from teleloader_shared.handoff import (
     channel_name,
     server_proof,
 )
+
+assert sys.platform == "linux", "other systems have no memfd"  # noqa: S101 - excludes the module from their type checks
 
 HANDSHAKE_TIMEOUT: Final = 5.0
 """Timeout of the handshake in seconds, after which the connection receives frames over HTTP."""
@@ -158,8 +162,7 @@ def connect(offer: str | None) -> LoanChannel | None:
     Returns:
         The channel; None if the server is on another machine or in another network namespace, or made no valid offer.
     """
-    is_supported = sys.platform.startswith("linux") and hasattr(socket, "AF_UNIX")
-    parsed = Offer.parse(offer) if offer is not None and is_supported else None
+    parsed = None if offer is None else Offer.parse(offer)
     if parsed is None:
         return None
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -192,8 +195,6 @@ def _check_slot(descriptor: int, nbytes: int, max_bytes: int) -> None:
     Raises:
         ProtocolError: If it is not, or if `nbytes` is not in [1, max_bytes].
     """
-    import fcntl
-
     size = os.fstat(descriptor).st_size
     try:
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
@@ -217,8 +218,6 @@ def _read(descriptor: int, into: NDArray[np.uint8]) -> None:
 
 def _mapped(descriptor: int, nbytes: int, released: Any) -> NDArray[np.uint8]:
     """Map the start of a slot copy-on-write; unmap it and call `released` when all views of the array are freed."""
-    import mmap
-
     libc = _libc()
     address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
     if address is None or address == ctypes.c_void_p(-1).value:

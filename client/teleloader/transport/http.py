@@ -11,6 +11,7 @@ import io
 import selectors
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,7 +20,6 @@ from urllib.parse import urlsplit
 from teleloader.api.control import MAX_PROBLEM_BYTES, Server
 from teleloader.api.responses import error_of, parse_retry_after
 from teleloader.tensors.memory import HostBuffers
-from teleloader.transport import handoff
 from teleloader.transport.interface import BatchServer, SilentConnection, TransportError
 from teleloader.transport.request import BatchRequest
 from teleloader.transport.tls import TlsSocket
@@ -30,6 +30,15 @@ from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.handoff import LOAN_MEDIA_TYPE
 from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport, Registration, batches_path
 from teleloader_shared.spec import LoaderSpec
+
+if sys.platform == "linux":
+    from teleloader.transport.handoff import connect as open_channel
+else:
+
+    def open_channel(_offer: str | None) -> Any:
+        """Return None: servers lend shared memory only on Linux."""
+        return None
+
 
 KEEPALIVE_IDLE: Final = 5
 """Seconds without data after which the kernel sends a keep-alive probe."""
@@ -190,7 +199,7 @@ class HttpConnection:
         self._socket: socket.socket = self._http.sock
         self._arrival = _Selector()
         self._arrival.register(self._socket, selectors.EVENT_READ)
-        self._channel = handoff.connect(server.offer)
+        self._channel = open_channel(server.offer)
         _open.add(self)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -213,7 +222,7 @@ class HttpConnection:
         self._sent_token = self._server.credentials.token
         if self._channel is not None and not self._channel.is_open:
             self._channel.close()
-            self._channel = handoff.connect(self._server.offer)
+            self._channel = open_channel(self._server.offer)
         headers = {
             CONSUMER_HEADER: self._consumer,
             REPORT_HEADER: self._report().to_header(),
@@ -258,7 +267,7 @@ class HttpConnection:
                 )
             self._arriving.allow(size)
             if self._channel is not None and response.getheader("Content-Type") == LOAN_MEDIA_TYPE:
-                memory = self._channel.receive(response.read(MAX_LOAN_BYTES), buffers, max_bytes)
+                memory: Memory = self._channel.receive(response.read(MAX_LOAN_BYTES), buffers, max_bytes)
                 self.verified = len(memory.data)
                 return memory
             memory = buffers.take(size, batches)
