@@ -40,9 +40,9 @@ def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDatase
         )
     if sys.platform == "win32" or (sys.platform != "linux" and num_workers > 0):
         raise TeleloaderError(
-            f"cannot load a dataset of type {type(dataset).__qualname__} with num_workers={num_workers} on "
-            f"{sys.platform}: workers require Linux, and num_workers=0 requires Linux or macOS. Pass a RemoteDataset of "
-            "a server on Linux"
+            f"cannot load a dataset of type {type(dataset).__qualname__} with num_workers={num_workers} "
+            f"on {sys.platform}: workers require Linux, and num_workers=0 requires Linux or macOS. Pass a "
+            "RemoteDataset of a server on Linux"
         )
     return DirectDataset(load_in_process(dataset, _NAME)) if num_workers == 0 else _host_in_process(dataset)
 

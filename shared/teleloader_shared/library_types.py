@@ -126,7 +126,7 @@ def _text_from_plain(plain: Any) -> Any:
 def _encodings_to_plain(batch: Any) -> list[Any]:
     check_lost(vars(batch).keys() - {"data", "_encodings", "_n_sequences"})
     encodings = None if batch.encodings is None else list(batch.encodings)
-    return [batch.data, encodings, batch.n_sequences]
+    return [dict(batch.data), encodings, batch.n_sequences]
 
 
 def _encodings_from_plain(plain: Any) -> Any:
@@ -141,7 +141,7 @@ def _encodings_from_plain(plain: Any) -> Any:
 
 def _feature_to_plain(batch: Any) -> list[Any]:
     attributes = {name: value for name, value in vars(batch).items() if name != "data"}
-    return [batch.data, new_attributes(type(batch), attributes)]
+    return [dict(batch.data), new_attributes(type(batch), attributes)]
 
 
 def _feature_from_plain(plain: Any) -> Any:
@@ -185,9 +185,8 @@ def _tensordict_values() -> tuple[Any, ...]:
     """Return the types of values that a TensorDict stores as they are; other values would be converted."""
     tensordict, torch = loaded("tensordict"), loaded("torch")
     jagged = getattr(sys.modules.get("torch.nested._internal.nested_tensor"), "NestedTensor", None)
-    meta = getattr(sys.modules.get("monai.data"), "MetaTensor", None)
     nontensors = (tensordict.NonTensorData, tensordict.NonTensorStack)
-    return torch.Tensor, tensordict.TensorDict, *nontensors, jagged, meta
+    return torch.Tensor, tensordict.TensorDict, *nontensors, jagged
 
 
 def _tensordict_to_plain(value: Any) -> list[Any]:
@@ -226,8 +225,10 @@ def _nontensor_from_plain(plain: Any) -> Any:
 
 
 def _nontensors_to_plain(stack: Any) -> list[Any]:
-    if getattr(stack, "hook_in", None) is not None or getattr(stack, "hook_out", None) is not None:
-        raise UnsupportedValue("hooks would be lost")
+    check_lost(name for name in vars(stack) if not name.startswith("_") and name not in ("tensordicts", "stack_dim"))
+    for name in ("_hook_in", "_hook_out", "_td_dim_name"):
+        if getattr(stack, name, None) is not None:
+            raise UnsupportedValue(f"attribute {name!r} would be lost")
     return [list(stack.tensordicts), stack.stack_dim, stack.is_locked]
 
 

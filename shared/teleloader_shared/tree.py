@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from teleloader_shared import dtypes, registry
 from teleloader_shared.array_types import ARRAY, NESTED, SPARSE, is_describable
-from teleloader_shared.errors import EncodeError, ProtocolError
+from teleloader_shared.errors import DecodeError, EncodeError, ProtocolError
 from teleloader_shared.plain_values import MAX_DIGITS, TypeEntry, UnsupportedValue
 from teleloader_shared.records import RecordTypes, instance, is_dunder, is_name, last_name
 from teleloader_shared.text import short
@@ -526,12 +526,12 @@ class _Builder:
                 self._count(2 * len(pairs))
                 items = [self._pair(pair, depth) for pair in pairs]
                 _check_hashes([key for key, _ in items])
-                return _DICT_OF[kind](items)
+                return _compared(_DICT_OF[kind], items)
             case (("set" | "frozenset"), list(nodes)):
                 self._count(len(nodes))
                 keys = [self._key(node, depth) for node in nodes]
                 _check_hashes(keys)
-                return (set if kind == "set" else frozenset)(keys)
+                return _compared(set if kind == "set" else frozenset, keys)
             case "deque", [maxlen, list(nodes)] if maxlen is None or _is_size(maxlen, len(nodes)):
                 return deque(self._nodes(nodes, depth), maxlen)
             case "namedtuple", [str(module), str(name), list(fields), list(nodes)] if _are_names(name, fields, nodes):
@@ -573,7 +573,17 @@ class _Builder:
             hash(key)
         except TypeError:
             raise ProtocolError(f"invalid frame: the key {short(node)} is not hashable") from None
+        except Exception as error:
+            raise DecodeError(f"cannot hash the key {short(node)}: {type(error).__name__}") from error
         return key
+
+
+def _compared(build: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+    """Return a dict or set; keys with equal hashes are compared, which registered types may reject."""
+    try:
+        return build(items)
+    except Exception as error:
+        raise DecodeError(f"cannot compare the keys of a dict or set: {type(error).__name__}") from error
 
 
 def _check_hashes(keys: list[Any]) -> None:
