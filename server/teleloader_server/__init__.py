@@ -9,8 +9,18 @@ from __future__ import annotations
 
 from teleloader_server.config import ConfigError
 from teleloader_server.loading.collate import default_collate, default_convert
+from teleloader_server.loading.sample_cache import CachedDataset
 from teleloader_server.loading.worker_info import WorkerInfo, get_worker_info
 from teleloader_server.serving import serve
 from teleloader_shared.registry import register
 
-__all__ = ["ConfigError", "WorkerInfo", "default_collate", "default_convert", "get_worker_info", "register", "serve"]
+__all__ = [
+    "CachedDataset",
+    "ConfigError",
+    "WorkerInfo",
+    "default_collate",
+    "default_convert",
+    "get_worker_info",
+    "register",
+    "serve",
+]

@@ -202,6 +202,12 @@ class DatasetStats:
     """At most twenty exception types, latest first."""
     samples_substituted: int = 0
     """Samples that were skipped or replaced because the dataset raised an exception (``on_error``)."""
+    cache_hits: int = 0
+    """Samples that workers read from the file of a ``CachedDataset``."""
+    cache_misses: int = 0
+    """Samples of a ``CachedDataset`` that workers computed."""
+    cache_saved: float = 0.0
+    """Time to compute the samples that were read, less the time to read them."""
 
 
 @dataclass(frozen=True, slots=True)

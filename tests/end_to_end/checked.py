@@ -164,9 +164,21 @@ class Pictures:
             return np.asarray(image.crop((0, 0, 8, 8)))
 
 
+class RandomPictures(Pictures):
+    """The same with random brightness."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) * np.random.random()
+
+
 def jpegs() -> Pictures:
     """Return a dataset that spends its time decoding JPEG files."""
     return Pictures("JPEG", lambda: None)
+
+
+def random_jpegs() -> Pictures:
+    """Return a dataset whose samples depend on random numbers, and take long."""
+    return RandomPictures("JPEG", lambda: sum(range(10**6)))
 
 
 def pngs() -> Pictures:

@@ -127,7 +127,24 @@ def test_a_faster_decoder_is_suggested() -> None:
 def test_no_decoder_is_suggested_to_others(name: str) -> None:
     """Other files, few JPEG files beside slow Python code, and arrays get no hint."""
     _, dataset = found(CHECKED + name, "--batch-size", "16", "--batches", "2")
-    assert dataset["problems"] == []
+    assert [problem for problem in dataset["problems"] if "decoder" in problem["what"]] == []
+
+
+def test_a_cache_is_suggested_for_slow_samples_without_random_numbers() -> None:
+    """The report names the time to fetch and to read a sample, and the size of all samples."""
+    _, dataset = found(CHECKED + "few_jpegs", "--batch-size", "16", "--batches", "2")
+    (problem,) = dataset["problems"]
+    assert problem["severity"] == "hint"
+    assert problem["what"].startswith("the first 16 samples do not depend on random numbers, and take ")
+    assert "CachedDataset" in problem["advice"]
+    assert "All 300 samples take about " in problem["advice"]
+
+
+@pytest.mark.parametrize("name", ["dicts", "random_jpegs"])
+def test_no_cache_is_suggested_for_fast_or_random_samples(name: str) -> None:
+    """Reading these samples from a file would be slower, or wrong."""
+    _, dataset = found(CHECKED + name, "--batch-size", "16", "--batches", "2")
+    assert [problem for problem in dataset["problems"] if "CachedDataset" in problem["advice"]] == []
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ def _of_datasets(parts: Sequence[DatasetStats]) -> DatasetStats:
         slowest=slowest[:MAX_SLOWEST],
         errors=sorted(map(_of_errors, errors), key=lambda error: error.age),
         samples_substituted=sum(part.samples_substituted for part in parts),
+        cache_hits=sum(part.cache_hits for part in parts),
+        cache_misses=sum(part.cache_misses for part in parts),
+        cache_saved=sum(part.cache_saved for part in parts),
     )
 
 

@@ -12,7 +12,9 @@ import logging
 import os
 import pickle
 import secrets
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +34,7 @@ from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
+from teleloader_server.loading.sample_cache import CachedDataset
 from teleloader_server.permissions import ANYONE
 from teleloader_server.stats.collector import StatsCollector
 from teleloader_server.workers.factory import ConfiguredPools, ObjectPools, PoolFactory
@@ -44,6 +47,7 @@ from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.stats import Latency
 from teleloader_shared.summary import Part, summarize
 from teleloader_shared.tree import ArrayLeaf
+from teleloader_shared.units import counted, seconds, size
 
 PASS_SECONDS: Final = 10.0
 """Time limit in seconds of each pass over the batches."""
@@ -55,6 +59,13 @@ SHOWN_CAUSES: Final = 3
 SLOW_DECODER: Final = 1 / 3
 """Fraction of the fetch time from which Pillow's JPEG decoder is reported. The decoder takes half of the time of a
 dataset that only decodes and resizes photographs."""
+
+SLOW_SAMPLE: Final = 1e-3
+"""Time in seconds to fetch a sample from which `check` tries whether a cache would be faster."""
+CACHE_GAIN: Final = 0.5
+"""Maximum time to read a sample, as a fraction of the time to fetch it, for which a cache is recommended."""
+CACHED: Final = 16
+"""Number of samples with which the cache is tried."""
 
 Severity = Literal["error", "warning", "hint"]
 
@@ -250,6 +261,8 @@ class Probe:
         if self._failed(singles):
             return
         self._check_decoder(profile.pillow_jpeg_fraction())
+        if hosted.info.kind == "map":
+            await self._check_cache(hosted, singles)
         self.on_step("computing batches")
         first = await self._compute(hosted, self.batch_size, range(self.batches))
         if self._failed(first):
@@ -273,6 +286,32 @@ class Probe:
                 f"Pillow's JPEG decoder takes {fraction:.0%} of the time to fetch samples",
                 "simplejpeg and OpenCV decode and resize about twice as fast, with slightly different pixels: see the "
                 'section "Faster JPEG decoding" of the guide',
+            )
+
+    async def _check_cache(self, hosted: HostedDataset, singles: PassResult) -> None:
+        """Report a hint if samples are the same in each epoch, and a cache would return them much faster."""
+        if not singles.batches or singles.stages["fetch"].p50 < SLOW_SAMPLE:
+            return
+        self.on_step("fetching samples of another epoch")
+        again = await self._compute(hosted, 1, range(min(len(singles.batches), CACHED)), epoch=1)
+        if again.failure is not None or _differing(singles, again) is not None:
+            return
+        samples = [singles.batches[k] for k in list(singles.batches)[:CACHED]]
+        read = _cached_read_time(samples)
+        if read < singles.stages["fetch"].p50 * CACHE_GAIN:
+            whole = (
+                ""
+                if self.found.length is None
+                else (
+                    f" All {self.found.length:,} samples take about "
+                    f"{size(self.found.length * singles.nbytes / len(singles.batches))}."
+                )
+            )
+            self._problem(
+                "hint",
+                f"the first {counted(len(again.batches), 'sample')} do not depend on random numbers, and take "
+                f"{seconds(singles.stages['fetch'].p50)} each: reading them from a file takes {seconds(read)}",
+                f'wrap the dataset in CachedDataset, see the section "Sample cache" of the guide.{whole}',
             )
 
     def _failed(self, made: PassResult) -> bool:
@@ -335,7 +374,9 @@ class Probe:
         self._problem("warning", f"recomputed batches differ in {place}{cause}", advice)
         return True
 
-    async def _compute(self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1) -> PassResult:
+    async def _compute(
+        self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1, epoch: int = 0
+    ) -> PassResult:
         """Compute batches with new workers, for at most `PASS_SECONDS`."""
         limits = replace(self.limits, num_workers=workers)
         pools: PoolFactory = ObjectPools(lambda: {hosted.info.name: hosted}, limits)
@@ -352,18 +393,18 @@ class Probe:
             registered = await service.register(spec, ANYONE)
             if registered.batches is not None:
                 numbers = numbers[: registered.batches]
-            frames = await _take(service, registered.key, numbers)
+            frames = await _take(service, registered.key, numbers, epoch)
             return _read_all(frames, (await StatsCollector(service).stats()).datasets[0].stages)
         finally:
             await service.close()
 
 
-async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArray[np.uint8]]:
+async def _take(service: LoaderService, key: str, numbers: range, epoch: int) -> list[NDArray[np.uint8]]:
     """Return the frames of batches; ascending batches are requested together, so that all workers compute some."""
     deadline = time.monotonic() + PASS_SECONDS
     frames: list[NDArray[np.uint8]] = []
     for wanted in [numbers] if numbers.step == 1 else [range(k, k + 1) for k in numbers]:
-        request = RangeRequest(consumer="check", key=key, epoch=0, batches=BatchRanges(wanted))
+        request = RangeRequest(consumer="check", key=key, epoch=epoch, batches=BatchRanges(wanted))
         with service.batches(ANYONE, request) as stream:
             while not stream.exhausted and time.monotonic() < deadline:
                 ready = await stream.take()
@@ -371,6 +412,19 @@ async def _take(service: LoaderService, key: str, numbers: range) -> list[NDArra
                 if ready.failed:
                     return frames
     return frames
+
+
+def _cached_read_time(samples: Sequence[Any]) -> float:
+    """Return the median time in seconds to read one of these samples from a `CachedDataset`."""
+    times = []
+    with tempfile.TemporaryDirectory() as directory:
+        dataset = CachedDataset(samples, directory, version="check", max_bytes=2**40)
+        for _ in range(3):  # the first pass writes, the second one compares a sample
+            for index in range(len(samples)):
+                began = time.perf_counter()
+                dataset[index]
+                times.append(time.perf_counter() - began)
+    return statistics.median(times[-len(samples) :])
 
 
 class _LeafMemory(Bits):

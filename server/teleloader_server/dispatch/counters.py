@@ -91,6 +91,10 @@ class DatasetCounters:
         self.failed = 0
         self.retried = 0
         self.substituted = 0
+        self.cache_hits = 0
+        self.cache_misses = 0
+        self.cache_saved = 0.0
+        """Total seconds that reading samples from caches saved."""
         self.samples = 0
         self.waiting = 0.0
         """Total seconds for which consumers waited for batches that were not ready."""
@@ -418,6 +422,9 @@ class PoolCounters:
         loader.cpu_wait += cpu_wait
         dataset.computed += count
         dataset.samples += sum(report.samples)
+        dataset.cache_hits += report.cache.hits
+        dataset.cache_misses += report.cache.misses
+        dataset.cache_saved += report.cache.saved
         fetched = report.stages[_FETCH]
         if max(fetched) > dataset.slow_from:
             for task, fetch, sample in zip(tasks, fetched, report.slowest, strict=True):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.failures import describe
 from teleloader_server.loading.passes import Began, Passes
+from teleloader_server.loading.sample_cache import take_counts
 from teleloader_server.loading.stages import NO_SAMPLE, STAGES, Batch, Context, Place, Stage
 from teleloader_server.loading.tasks import Indices, Report, Task
 from teleloader_shared.codec import FrameWriter
@@ -80,8 +81,9 @@ class Loading:
             nbytes = self._write_failure(task, error, batch.indices, place)
             self.context.sample[0] = NO_SAMPLE
             batch.count_time()
-            return nbytes, Report(batch.count, True, batch.seconds)
-        return len(batch.frame), Report(batch.count, False, batch.seconds, batch.substituted, self.context.slowest)
+            return nbytes, Report(batch.count, True, batch.seconds, cache=take_counts())
+        slowest = self.context.slowest
+        return len(batch.frame), Report(batch.count, False, batch.seconds, batch.substituted, slowest, take_counts())
 
     def frame(self, task: Task, error: BaseException | None = None) -> tuple[NDArray[np.uint8], Report]:
         """Load a batch into newly allocated memory; return its frame and the report.

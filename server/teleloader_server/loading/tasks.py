@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -39,6 +39,20 @@ class Task(NamedTuple):
     """Samples that were skipped or replaced when the batch was computed before; None if there were none."""
 
 
+class CacheCounts(NamedTuple):
+    """Number of samples that were read from caches (`CachedDataset`) and computed for them, and the saved time."""
+
+    hits: int = 0
+    misses: int = 0
+    saved: float = 0.0
+    """Time in seconds to compute the samples that were read, less the time to read them."""
+
+    @classmethod
+    def sum(cls, counts: Iterable[CacheCounts]) -> CacheCounts:
+        """Add several counts."""
+        return cls(*map(sum, zip(*counts, strict=True)))
+
+
 class Report(NamedTuple):
     """Report on a completed task: sample count, success and times."""
 
@@ -50,6 +64,7 @@ class Report(NamedTuple):
     """Skipped and replaced samples; None if there are none."""
     slowest: int | None = None
     """Index of the sample whose fetch took longest; None if it is unknown."""
+    cache: CacheCounts = CacheCounts()
 
 
 class GroupReport(NamedTuple):
@@ -67,13 +82,15 @@ class GroupReport(NamedTuple):
     """Skipped and replaced samples of each batch that has any, with the place of the batch in the group."""
     slowest: Sequence[int | None] = ()
     """Index of the slowest sample of each batch (`Report.slowest`)."""
+    cache: CacheCounts = CacheCounts()
 
     @classmethod
     def of(cls, reports: Sequence[Report], cpu_wait: float) -> GroupReport:
         """Combine the reports on successive batches."""
-        samples, failed, stages, substituted, slowest = zip(*reports, strict=True)
+        samples, failed, stages, substituted, slowest, cache = zip(*reports, strict=True)
         found = [(place, each) for place, each in enumerate(substituted) if each is not None]
-        return cls(samples, failed[-1], list(zip(*stages, strict=True)), cpu_wait, found, slowest)
+        times = list(zip(*stages, strict=True))
+        return cls(samples, failed[-1], times, cpu_wait, found, slowest, CacheCounts.sum(cache))
 
     def without(self, places: Container[int]) -> GroupReport:
         """Return the report without the batches at the given places."""
@@ -83,7 +100,7 @@ class GroupReport(NamedTuple):
         substituted = [(kept.index(place), each) for place, each in self.substituted if place in kept]
         samples = [self.samples[place] for place in kept]
         slowest = [self.slowest[place] for place in kept]
-        return GroupReport(samples, self.failed and is_last, stages, self.cpu_wait, substituted, slowest)
+        return GroupReport(samples, self.failed and is_last, stages, self.cpu_wait, substituted, slowest, self.cache)
 
 
 def integer_of(index: Any) -> int | None:

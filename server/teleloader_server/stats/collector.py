@@ -242,6 +242,9 @@ class StatsCollector:
             slowest=tally.slowest(),
             errors=tally.errors(now),
             samples_substituted=tally.substituted,
+            cache_hits=tally.cache_hits,
+            cache_misses=tally.cache_misses,
+            cache_saved=tally.cache_saved,
         )
 
     @staticmethod

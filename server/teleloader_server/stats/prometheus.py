@@ -52,6 +52,9 @@ _OF_DATASETS: Final = {
     "retried": ("batches_retried", "Batches recomputed because their worker exited."),
     "samples": ("samples_computed", "Samples in computed batches."),
     "substituted": ("samples_substituted", "Samples skipped or replaced because of an exception."),
+    "cache_hits": ("cache_hits", "Samples read from a CachedDataset."),
+    "cache_misses": ("cache_misses", "Samples computed because a CachedDataset did not contain them."),
+    "cache_saved": ("cache_saved_seconds", "Worker time saved by reading samples from a CachedDataset."),
     "nbytes": ("sent_bytes", "Bytes of sent batches."),
     "waiting": ("waiting_seconds", "Time during which consumers waited for batches that were not ready."),
 }

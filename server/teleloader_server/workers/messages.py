@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_args
 
-from teleloader_server.loading.tasks import GroupReport
+from teleloader_server.loading.tasks import CacheCounts, GroupReport
 
 # -- server to fork server
 
@@ -217,7 +217,8 @@ def decode(encoded: Sequence[Any]) -> Message:
         message: Message = kind(*fields)
         return message
     task_id, frames, sizes, report, reached = fields
-    return Done(task_id, frames, sizes, GroupReport(*report), reached)
+    counts = CacheCounts(*report[-1])
+    return Done(task_id, frames, sizes, GroupReport(*report)._replace(cache=counts), reached)
 
 
 # -- status file of a worker, in shared memory

@@ -19,7 +19,10 @@ function totals(dataset) {
     `${plural(dataset.samples_substituted, "sample")} skipped or replaced`,
     `${plural(dataset.samples_computed, "sample")} in total`,
   ];
-  return `${parts.join(", ")}.`;
+  const cached = dataset.cache_hits + dataset.cache_misses;
+  const share = Math.round((100 * dataset.cache_hits) / cached);
+  const cache = cached > 0 ? ` Cache: ${share} % of ${plural(cached, "sample")} read, ${duration(dataset.cache_saved)} saved.` : "";
+  return `${parts.join(", ")}.${cache}`;
 }
 
 class StageTable {
