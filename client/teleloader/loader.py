@@ -364,8 +364,8 @@ class DataLoader(Generic[Batch]):
         sample was visited once (``teleloader audit --visits``).
 
         Returns:
-            int64 array of shape (samples in the dataset,): numbers of visits by this rank in the epoch that the last
-            ``iter()`` started, also if that epoch has ended. Zeros before the first ``iter()``.
+            Numbers of visits by this rank in the epoch that the last ``iter()`` started, also if that epoch has ended,
+            as an int64 array of shape (samples in the dataset,). Zeros before the first ``iter()``.
 
         Raises:
             TypeError: If a client-side sampler or an iterable-style dataset determines the order.
