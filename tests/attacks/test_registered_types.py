@@ -84,17 +84,15 @@ def _pandas() -> Iterator[Any]:
 
 
 def _transformers() -> Iterator[Any]:
-    import tokenizers
-    import transformers
-
+    tokenizers, transformers = import_module("tokenizers"), import_module("transformers")
     encoding = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).encode("a")
     yield from (transformers.BatchEncoding({"a": [1]}, [encoding]), transformers.BatchFeature({"a": [1]}), encoding)
 
 
 def _tensordict() -> Iterator[Any]:
-    import tensordict
     import torch
 
+    tensordict = import_module("tensordict")
     made = tensordict.TensorDict({"a": torch.ones(2), "b": ["x", "y"], "c": "z"}, [2], names=["n"], device="cpu")
     yield from (made, made.get("b"), made.get("c"), tensordict.TensorDict({}, []))
 
