@@ -228,24 +228,26 @@ class Fetch(Stage):
     def _fetch_together_substituting(self, hosted: HostedDataset, task: Task, substitutes: Substitutes) -> list[Any]:
         """Fetch samples with one call, after samples that fail alone were skipped or replaced."""
 
-        def fetch_alone(position: int) -> None:
-            self._note(substitutes[position])
+        def fetch_alone(position: int, index: Any) -> None:
+            self._note(index)
             self._fetch_together(hosted, task, substitutes.alone(position))
 
-        errors: list[Exception] = []
-        while len(errors) <= task.spec.error_retries:
+        unexplained = 0
+        while True:
             try:
                 return self._fetch_together(hosted, task, substitutes.indices)
-            except Exception as error:  # noqa: BLE001 - any exception of the dataset
-                errors.append(error)
-            for position, _ in list(substitutes.items()):
-                try:
-                    fetch_alone(position)
-                except Exception as error:  # noqa: BLE001 - any exception of the dataset
-                    self._retry(fetch_alone, task, substitutes, position, error)
-                    errors.clear()
-            self._context.sample[0] = NO_SAMPLE
-        raise errors[0]
+            except Exception:
+                unexplained += 1
+                for position, index in list(substitutes.items()):
+                    try:
+                        fetch_alone(position, index)
+                    except Exception as error:
+                        if self._retry(fetch_alone, task, substitutes, position, error) is None:
+                            raise
+                        unexplained = 0
+                self._context.sample[0] = NO_SAMPLE
+                if unexplained > task.spec.error_retries:
+                    raise
 
     def _fetch_each(
         self, hosted: HostedDataset, task: Task, indices: Indices, substitutes: Substitutes | None
@@ -275,12 +277,13 @@ class Fetch(Stage):
                 if seeds_each:
                     self._seed_sample(hosted, task, position, number)
                 samples.append(dataset[index])
-            except Exception as raised:  # noqa: BLE001 - any exception of the dataset
-                error = _not_a_stop(raised, index)
-                if substitutes is None:
-                    raise error from error.__cause__
-                fetch = partial(self._fetch_substitute, hosted, task, substitutes)
-                samples += self._retry(fetch, task, substitutes, position, error)
+            except Exception as error:
+                found = self._retry(partial(self._fetch_substitute, hosted, task), task, substitutes, position, error)
+                if found is None:
+                    if isinstance(error, StopIteration):
+                        raise _stopped(index) from error
+                    raise
+                samples += found
             if is_timed:
                 now = time.perf_counter()
                 if now - since > longest:
@@ -291,40 +294,46 @@ class Fetch(Stage):
         self._is_slow[hosted.info.name] = time.perf_counter() - began > TIMED_FROM * len(samples)
         return samples
 
-    def _fetch_substitute(self, hosted: HostedDataset, task: Task, substitutes: Substitutes, position: int) -> Any:
-        number = self._note(substitutes[position])
-        self._seed_sample(hosted, task, position, number)
-        return hosted.dataset[substitutes[position]]
+    def _fetch_substitute(self, hosted: HostedDataset, task: Task, position: int, index: Any) -> Any:
+        self._seed_sample(hosted, task, position, self._note(index))
+        return hosted.dataset[index]
 
     def _retry(
-        self, fetch: Callable[[int], Any], task: Task, substitutes: Substitutes, position: int, error: Exception
-    ) -> list[Any]:
+        self,
+        fetch: Callable[[int, Any], Any],
+        task: Task,
+        substitutes: Substitutes | None,
+        position: int,
+        error: Exception,
+    ) -> list[Any] | None:
         """Fetch the failed sample at a position again, then its replacements.
 
+        The caller raises the exception: a frame of its traceback that refers to it would keep the dataset in memory.
+
         Args:
-            fetch: Function that fetches the sample at a position, as substituted.
+            fetch: Function that fetches a sample, given its position and index.
             task: Task of the batch.
-            substitutes: Substitutions of the batch.
+            substitutes: Substitutions of the batch; None if failed samples fail the batch.
             position: Position of the failed sample.
             error: Its exception.
 
         Returns:
-            The sample in a list; [] if it was skipped.
-
-        Raises:
-            Exception: `error`, if the sample can be neither skipped nor replaced.
+            The sample in a list; [] if it was skipped; None if it can be neither skipped nor replaced.
         """
         failures = 1
-        while True:
+        while substitutes is not None:
             if failures > task.spec.error_retries:
                 self._note(substitutes.listed[position])
                 if not substitutes.substitute(position, error):
+                    return None
+                if substitutes.skips(position):
                     return []
                 failures = 0
             try:
-                return [fetch(position)]
+                return [fetch(position, substitutes[position])]
             except Exception:  # noqa: BLE001 - any exception of the dataset
                 failures += 1
+        return None
 
     def _note(self, index: Any) -> int | None:
         """Record which sample is being fetched; return its index, or None if it is no integer."""
@@ -368,16 +377,12 @@ def _fetches_together(hosted: HostedDataset, task: Task) -> bool:
     return hosted.gives_batches(task.spec.collate) or getattr(hosted.dataset, "__getitems__", None) is not None
 
 
-def _not_a_stop(error: Exception, index: Any) -> Exception:
-    """Return an exception that does not end an epoch: torch would end it without an error, and lose samples."""
-    if not isinstance(error, StopIteration):
-        return error
-    other = RuntimeError(
+def _stopped(index: Any) -> RuntimeError:
+    """Return the error in place of StopIteration, for which torch would end the epoch silently, and lose samples."""
+    return RuntimeError(
         f"the dataset raised StopIteration at index {index}, which would end the epoch early: raise a different "
         "exception type, or catch StopIteration from next()"
     )
-    other.__cause__ = error
-    return other
 
 
 class Collate(Stage):

@@ -40,24 +40,26 @@ class Substitutes:
         self._skipped = sum(each.replacement is None for each in self._found.values())
 
     def substitute(self, position: int, error: Exception) -> bool:
-        """Skip or replace the sample at a position; return False if it is skipped.
+        """Skip or replace the sample at a position.
 
         Args:
             position: Position in `listed`.
             error: First exception of the sample at this position.
 
-        Raises:
-            Exception: `error`, if the batch has no sample left, `MAX_REPLACEMENTS` failed, or the order has no
-                candidates for a replacement.
+        Returns:
+            False if this is impossible: the batch has no sample left, `MAX_REPLACEMENTS` failed, or the order has no
+            candidates for a replacement.
         """
-        replaced = self._replacement(position, error) if self._task.spec.on_error == "replace" else None
+        replaced = None
+        if self._task.spec.on_error == "replace":
+            replaced = self._replacement(position, error)
+            if replaced is None:
+                return False
         self._found[position] = Substitution(position, _key(self.listed[position]), replaced, _text(error))
         self._skipped += replaced is None
-        if self._skipped == len(self.listed):
-            raise error
-        return replaced is not None
+        return self._skipped < len(self.listed)
 
-    def _replacement(self, position: int, error: Exception) -> int | str:
+    def _replacement(self, position: int, error: Exception) -> int | str | None:
         """Return the index of the next replacement: of the dataset in seeded order, else of the same batch.
 
         Replacements of a client-side sampler are samples of its batch, because the sampler may exclude others, such as
@@ -66,7 +68,7 @@ class Substitutes:
         task, attempt = self._task, self._replacements[position]
         candidates = len(self.listed) if task.spec.order == "client" else task.length
         if attempt == MAX_REPLACEMENTS or not candidates:
-            raise error
+            return None
         self._replacements[position] += 1
         _, epoch, batch = task.batch_id
         found = replacement(task.spec.seed, epoch, task.spec.rank, batch, position, attempt, candidates)
@@ -75,8 +77,11 @@ class Substitutes:
         key = _key(self.listed[found])
         if key is None:
             error.add_note('on_error="replace" requires indices that are integers or strings: use on_error="skip"')
-            raise error
         return key
+
+    def skips(self, position: int) -> bool:
+        """Return True if the sample at a position is skipped."""
+        return position in self._found and self._found[position].replacement is None
 
     def __getitem__(self, position: int) -> Any:
         """Index to fetch for a position that is not skipped."""
@@ -85,7 +90,7 @@ class Substitutes:
     def items(self) -> Iterator[tuple[int, Any]]:
         """Return position and index of each sample to fetch: without skipped ones, and with replacements."""
         for position in range(len(self.listed)):
-            if position not in self._found or self._found[position].replacement is not None:
+            if not self.skips(position):
                 yield position, self[position]
 
     @property
