@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from teleloader import StateMismatch
 from tests.conftest import ROOT, ServerProcess
 from tests.datasets import files
 from tests.end_to_end.contract import assert_same, few_cpus_are_fine, torch, torch_is_there
@@ -102,7 +103,10 @@ def test_a_running_training_moves_from_torchdata(section: Callable[[str], Sectio
     state = names["loader"].state_dict()
     rest, later = list(batches), list(names["loader"])
     torch.manual_seed(2)
-    moved = page.run(page.moving[0], **{**names, **page.run(after), "state": state})
+    new = page.run(after)
+    with pytest.raises(StateMismatch):
+        new["loader"].load_state_dict(state)
+    moved = page.run(page.moving[0], **{**names, **new, "state": state})
     assert_same(list(moved["loader"]), rest)
     assert len(rest) == 12 - taken
     again = moved["DataLoader"](moved["dataset"], batch_sampler=list(moved["order"]))
@@ -160,6 +164,8 @@ def test_mosaic(section: Callable[[str], Section]) -> None:
     rest = list(batches)
     del batches, names
     loader = page.run(page.after)["loader"]
+    with pytest.raises(StateMismatch):
+        loader.load_state_dict(state)
     collected: list[Any] = []
     page.run(page.moving[0].replace("...", "collected.append(batch)"), loader=loader, state=state, collected=collected)
     assert state["epoch"] == 1
