@@ -188,7 +188,8 @@ def nightly() -> Iterator[Step]:
         f"{UV} pip install --quiet --python {python('.venv-frameworks')} {TORCH} --group frameworks\n"
         # importing the frameworks counts to the timeout, too
         + pytest(".venv-frameworks",
-                 "tests/examples --ignore tests/examples/test_ray_train.py tests/gpu/test_host_memory.py "
+                 "tests/examples --ignore tests/examples/test_ray_train.py "
+                 "--deselect tests/examples/test_migration.py::test_mosaic tests/gpu/test_host_memory.py "
                  "tests/docs/test_errors.py tests/shared/test_registry.py tests/end_to_end/test_augmentation.py "
                  "--timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
@@ -208,7 +209,7 @@ def nightly() -> Iterator[Step]:
         "streaming libraries",
         f"{without}{installed(streaming, f'{TORCH} datasets litdata mosaicml-streaming --overrides {OVERRIDES}')}\n"
         f"{pytest(streaming, 'tests/end_to_end/test_streaming_libraries.py --timeout 300')}\n"
-        + pytest(streaming, "tests/datasets -k mosaicml --timeout 300"),
+        + pytest(streaming, "tests/datasets tests/examples/test_migration.py -k mosaic --timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"}, pytest=f"{python(streaming)} -m pytest",
     )  # fmt: skip
     datasets = ".venv-datasets"
