@@ -1,4 +1,5 @@
 """Sample orders: pure functions that compute the dataset indices of any batch of an epoch.
 
-Start reading in `plan`; `permutation` implements its shuffle, `seeding` derives all seeds.
+Start reading in `plan`; `permutation` implements its shuffle, `mixture` interleaves several datasets, and `seeding`
+derives all seeds.
 """
