@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.units import counted
+from teleloader_shared.weights import MixtureSpec
 
 Tail = Literal["pad", "drop", "uneven"]
 Compression = Literal["zstd", "lz4"]
@@ -63,6 +64,9 @@ class LoaderSpec:
     ``pad`` repeats samples from the start of the order (like torch's DistributedSampler), ``drop`` omits the remainder
     (like DistributedSampler with drop_last=True), ``uneven`` assigns one sample more to some ranks.
     """
+    mixture: MixtureSpec | None = None
+    """Weights of the dataset's sources, if the dataset is a `Mixture` and the order interleaves its sources; None for
+    the order of any other dataset. In JSON an object (`MixtureSpec.to_json`)."""
     checksum: bool = True
     """True to send a checksum of the content in each frame."""
     compression: Compression | None = None
@@ -120,6 +124,7 @@ class LoaderSpec:
             raise InvalidSpec(
                 f"delivered must be null or a string of up to {MAX_STATES:,} characters, got {_shown(self.delivered)}"
             )
+        self._check_mixture()
         self._check_session()
         _choice("tail", self.tail, get_args(Tail))
         _choice("compression", self.compression, (None, *get_args(Compression)))
@@ -127,6 +132,13 @@ class LoaderSpec:
         _whole("error_retries", self.error_retries, 0, MAX_ERROR_RETRIES)
         if self.on_error == "skip" and self.batch_size is None:
             raise InvalidSpec('on_error="skip" requires batch_size: set batch_size, or on_error="replace"')
+
+    def _check_mixture(self) -> None:
+        given: Any = self.mixture
+        if given is not None and not isinstance(given, MixtureSpec):
+            object.__setattr__(self, "mixture", MixtureSpec.from_json(given))
+        if given is not None and self.order == "client":
+            raise InvalidSpec("mixture excludes order=client: the weights determine the order. Remove either of them")
 
     def _check_session(self) -> None:
         for name in ("collate", "worker_init", "session"):
@@ -141,7 +153,8 @@ class LoaderSpec:
     def memory(self) -> int:
         """Estimated memory of the spec and of the server's record of the loader, in bytes."""
         texts = (self.dataset, self.fingerprint, self.collate, self.worker_init, self.session, self.delivered)
-        return _RECORD_BYTES + sum(sys.getsizeof(text) for text in (*texts, *(self.shard_states or ())) if text)
+        size = _RECORD_BYTES + (0 if self.mixture is None else self.mixture.memory)
+        return size + sum(sys.getsizeof(text) for text in (*texts, *(self.shard_states or ())) if text)
 
     @property
     def shards(self) -> int:
@@ -171,7 +184,8 @@ class LoaderSpec:
         A server of an earlier release, which does not know a field, can therefore serve specs that do not use it.
         """
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        fields = {name: value for name, (value, default) in values.items() if value != default}
+        return fields if self.mixture is None else {**fields, "mixture": self.mixture.to_json()}
 
     def canonical(self) -> bytes:
         """Return the canonical JSON encoding: sorted names, no whitespace, without default values and `delivered`."""

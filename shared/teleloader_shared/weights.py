@@ -7,6 +7,7 @@ numbers once, and sends integers, so that all servers compute the same order wit
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -95,6 +96,12 @@ class MixtureSpec:
         """Number of samples in all sources together: the length of the dataset."""
         return sum(length for _, length in self.sources)
 
+    @property
+    def memory(self) -> int:
+        """Estimated memory of the parameters, in bytes."""
+        numbers = len(self.sources) + sum(2 + len(weights) for _, weights in self.stages)
+        return 64 * numbers + sum(sys.getsizeof(name) for name, _ in self.sources)
+
     def range_of(self, index: int) -> range:
         """Return the indices of the source to which a sample belongs.
 
@@ -147,8 +154,8 @@ class MixtureSpec:
                         samples,
                     )
         raise InvalidSpec(
-            "mixture must be null or an object with sources [[name, length], ...], stages [[start, [weight, ...]], "
-            f"...] and samples, got {short(fields)}"
+            "mixture must be null or an object with sources [[name, length], ...], stages [[start, weights], ...] and "
+            f"samples, got {short(fields)}"
         )
 
 

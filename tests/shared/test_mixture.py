@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.orders.mixture import Interleaving, MixtureOrder, StoppingStrategy, epoch_samples
+from teleloader_shared.orders.plan import Plan
+from teleloader_shared.spec import LoaderSpec, Tail
 from teleloader_shared.weights import MAX_PERIOD, MixtureSpec, whole_weights
 from tests.conftest import examples
 
@@ -185,6 +188,114 @@ def test_sources_and_passes_of_positions_match_the_indices() -> None:
     assert (sources == (indices >= 10)).all()
     assert passes[sources == 0].tolist() == [2] * 10 + [3] * 10
     assert passes[sources == 1].tolist() == [5] * 4 + [6] * 4 + [7] * 4 + [8] * 4 + [9] * 4
+
+
+# --- Batches ------------------------------------------------------------------------------------------------------
+
+
+def specs_of_ranks(mixture: MixtureSpec, world_size: int, **fields: Any) -> list[LoaderSpec]:
+    """Return the loader specs of all ranks."""
+    common = {"dataset": "d", "shuffle": True, "seed": 7, "mixture": mixture, "world_size": world_size, **fields}
+    return [LoaderSpec(**common, rank=rank) for rank in range(world_size)]
+
+
+@settings(max_examples=examples(200))
+@given(mixtures(), st.integers(1, 5), st.integers(1, 30), st.sampled_from(["pad", "drop", "uneven"]), st.integers(0, 3))
+def test_the_batches_of_all_ranks_are_the_order(
+    mixture: MixtureSpec, world_size: int, batch_size: int, tail: Tail, epoch: int
+) -> None:
+    """Batches k of all ranks are successive parts of the order, each part in one rank's batch and in order."""
+    order = MixtureOrder(mixture, epoch, 7)(np.arange(mixture.samples)).tolist()
+    length = {
+        "drop": len(order) // world_size * world_size,
+        "pad": -(-len(order) // world_size) * world_size,
+        "uneven": len(order),
+    }[tail]
+    order = (order * (world_size + 1))[:length]
+    specs = specs_of_ranks(mixture, world_size, batch_size=batch_size, tail=tail)
+    plans = [Plan(spec, mixture.length, epoch) for spec in specs]
+    size = world_size * batch_size
+    for k, start in enumerate(range(0, length, size)):
+        block = order[start : start + size]
+        parts = [part.tolist() for part in np.array_split(block, world_size) if len(part)]
+        found = [plan[k].tolist() for plan in plans if k < len(plan)]
+        if len(block) == size:
+            assert found in [parts[first:] + parts[:first] for first in range(world_size)]
+        else:
+            assert found == parts
+    assert max(map(len, plans)) == -(-length // size)
+
+
+@settings(max_examples=examples(100))
+@given(mixtures(), st.integers(1, 5), st.integers(1, 30), st.sampled_from(["pad", "drop", "uneven"]))
+def test_a_batch_by_number_is_that_of_a_listing(
+    mixture: MixtureSpec, world_size: int, batch_size: int, tail: Tail
+) -> None:
+    """Indices, sources, passes and padding of a batch do not depend on the batches that were computed before."""
+    starts = list(itertools.accumulate((length for _, length in mixture.sources), initial=0))
+    for spec in specs_of_ranks(mixture, world_size, batch_size=batch_size, tail=tail):
+        plan = Plan(spec, mixture.length, 1)
+        batches = [batch.tolist() for batch in plan]
+        for k in reversed(range(len(plan))):
+            assert Plan(spec, mixture.length, 1)[k].tolist() == batches[k]
+            assert plan.first(k, 3).tolist() == batches[k][:3]
+            assert [starts[source] for source in plan.sources(k)] == [mixture.range_of(i).start for i in batches[k]]
+            assert len(plan.passes(k)) == len(batches[k])
+    padding = [Plan(spec, mixture.length, 1) for spec in specs_of_ranks(mixture, world_size, tail=tail)]
+    padded = sum(plan.padding(k) for plan in padding for k in range(len(plan)))
+    assert padded == (-mixture.samples % world_size if tail == "pad" else 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 8, 10])
+def test_no_rank_gets_other_proportions_because_the_order_is_periodic(world_size: int) -> None:
+    """Each batch of each rank is within 2 of the weights, and each rank gets each slot of the period equally often."""
+    mixture = MixtureSpec((("web", 10**6), ("code", 10**6)), ((0, (9, 1)),), 10**6)
+    for spec in specs_of_ranks(mixture, world_size, batch_size=5):
+        plan = Plan(spec, mixture.length, 0)
+        code = np.array([plan.sources(k).sum() for k in range(2000)])
+        assert np.abs(code - 0.5).max() < 2
+        assert abs(code.sum() - 1000) < 150
+
+
+@settings(max_examples=examples(100))
+@given(mixtures(), st.sampled_from([(1, 24), (2, 12), (3, 8), (4, 6), (6, 4), (8, 3), (24, 1)]))
+def test_global_batches_are_the_same_on_another_world_size(mixture: MixtureSpec, division: tuple[int, int]) -> None:
+    """A run that resumes with W * B unchanged sees the same samples in each step, on any number of ranks."""
+    world_size, batch_size = division
+    alone = Plan(LoaderSpec(dataset="d", seed=7, shuffle=True, mixture=mixture, batch_size=24), mixture.length, 1)
+    specs = specs_of_ranks(mixture, world_size, batch_size=batch_size, tail="uneven")
+    plans = [Plan(spec, mixture.length, 1) for spec in specs]
+    for k in range(len(alone)):
+        together = [index for plan in plans if k < len(plan) for index in plan[k].tolist()]
+        assert sorted(together) == sorted(alone[k].tolist())
+
+
+def test_a_plan_of_a_billion_samples_starts_at_once() -> None:
+    """A batch at the end of a billion samples needs no batch before it, and little memory."""
+    mixture = MixtureSpec((("web", 2**40), ("code", 10**6)), ((0, (7, 3)), (3 * 10**8, (1, 9))), 10**9)
+    tracemalloc.start()
+    try:
+        plan = Plan(specs_of_ranks(mixture, 8, batch_size=250)[5], mixture.length, 3)
+        assert abs(plan.sources(len(plan) - 1).sum() - 225) < 2
+        assert len(set(plan[len(plan) - 1].tolist())) == 250
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_plan_without_weights_has_no_sources() -> None:
+    """The error states the argument that a mixture needs."""
+    with pytest.raises(TypeError, match="the plan has no sources: pass weights="):
+        Plan(LoaderSpec(dataset="d"), 10, 0).sources(0)
+
+
+def test_another_length_of_the_dataset_is_refused() -> None:
+    """A mixture whose sources have other lengths than the dataset has no plan."""
+    mixture = MixtureSpec((("web", 10), ("code", 4)), ((0, (1, 1)),), 40)
+    with pytest.raises(InvalidSpec, match="the sources of the mixture have 14 samples and the dataset 15"):
+        Plan(LoaderSpec(dataset="d", mixture=mixture), 15, 0)
+    with pytest.raises(InvalidSpec, match="is beyond position 2"):
+        Plan(LoaderSpec(dataset="d", mixture=mixture), 14, 2**61)
 
 
 # --- End of an epoch ----------------------------------------------------------------------------------------------

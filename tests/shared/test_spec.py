@@ -19,6 +19,7 @@ fixed = settings(max_examples=examples(100))
 
 NAMES = st.none() | st.text(min_size=1, max_size=20)
 STATES = st.none() | st.text(max_size=20)
+MIXTURE = {"sources": [["web", 10], ["code", 4]], "stages": [[0, [7, 3]]], "samples": 14}
 
 
 @st.composite
@@ -28,17 +29,20 @@ def _fields(draw: st.DrawFn) -> dict[str, Any]:
     session = draw(NAMES)
     num_workers = 0 if session is None else draw(st.integers(0, 5))
     batch_size = draw(st.none() | st.integers(1, MAX_BATCH_SIZE))
+    mixture = draw(st.none() | st.just(MIXTURE))
+    client_side = session is not None and mixture is None
     return {
         "dataset": draw(st.text(min_size=1, max_size=20)),
         "fingerprint": draw(st.none() | st.text(max_size=20)),
         "batch_size": batch_size,
         "shuffle": draw(st.booleans()),
         "drop_last": batch_size is not None and draw(st.booleans()),
-        "order": "plan" if session is None else draw(st.sampled_from(["plan", "client"])),
+        "order": draw(st.sampled_from(["plan", "client"])) if client_side else "plan",
         "seed": draw(st.integers(0, 2**64 - 1)),
         "rank": draw(st.integers(0, world_size - 1)),
         "world_size": world_size,
         "tail": draw(st.sampled_from(["pad", "drop", "uneven"])),
+        "mixture": mixture,
         "checksum": draw(st.booleans()),
         "compression": draw(st.sampled_from([None, "zstd", "lz4"])),
         "collate": draw(NAMES),
@@ -176,8 +180,8 @@ def test_an_unknown_field_is_refused() -> None:
         LoaderSpec.from_json({"dataset": "d", "batchsize": 4})
     assert str(caught.value) == (
         "unknown field 'batchsize' in the loader spec: expected one of dataset, fingerprint, batch_size, shuffle, "
-        "drop_last, order, seed, rank, world_size, tail, checksum, compression, collate, worker_init, on_error, "
-        "error_retries, session, num_workers, shard_states, resumed_epoch, in_process, delivered"
+        "drop_last, order, seed, rank, world_size, tail, mixture, checksum, compression, collate, worker_init, "
+        "on_error, error_retries, session, num_workers, shard_states, resumed_epoch, in_process, delivered"
     )
 
 
@@ -204,6 +208,7 @@ NOT_NAMES: tuple[object, ...] = ("", 4, b"f", ["f"], True)
 NEEDED: dict[str, dict[str, Any]] = {"rank": {"world_size": 4}, "shard_states": {"session": "s", "num_workers": 2}}
 """Required values of other fields for the ranges below."""
 
+MIXTURES = "null or an object with sources [[name, length], ...], stages [[start, weights], ...] and samples"
 REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("dataset", "the name of a hosted dataset", ("", None, 4, b"train", ["train"])),
     ("fingerprint", "a string or null", (4, b"f", ["f"], True)),
@@ -215,6 +220,7 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("rank", "an integer in [0, 3]", (*NOT_NUMBERS, None, 4)),
     ("world_size", "an integer in [1, 1048576]", (*NOT_NUMBERS, None, 0, 2**20 + 1)),
     ("tail", 'one of "pad", "drop", "uneven"', ("", "Pad", None, 0, True, ["pad"], {"pad": 1})),
+    ("mixture", MIXTURES, ("", 4, [], {}, {"sources": [], "stages": []}, {"samples": 4, "sources": [], "stages": [0]})),
     ("checksum", "true or false", (*NOT_FLAGS, "xxh3")),
     ("compression", 'one of null, "zstd", "lz4"', ("", "gzip", 0, False, ["zstd"], {})),
     ("collate", "null or a string of 1 to 512 characters", NOT_NAMES),
@@ -254,6 +260,19 @@ def test_a_record_of_deliveries_is_no_longer_than_states() -> None:
     assert LoaderSpec(dataset="d", delivered="x" * MAX_STATES).delivered
     with pytest.raises(InvalidSpec, match="delivered must be null or a string of up to 786,432 characters"):
         LoaderSpec(dataset="d", delivered="x" * (MAX_STATES + 1))
+
+
+def test_weights_exclude_the_order_of_a_sampler() -> None:
+    """A spec has either a mixture, or index lists that the client sends."""
+    with pytest.raises(InvalidSpec, match="mixture excludes order=client"):
+        LoaderSpec.from_json({"dataset": "d", "order": "client", "session": "s", "mixture": MIXTURE})
+
+
+def test_a_mixture_counts_as_memory_of_the_spec() -> None:
+    """A schedule of 1,000 stages is part of the memory that the server limits per client."""
+    stages = [[stage, [7, 3]] for stage in range(1000)]
+    spec = LoaderSpec.from_json({"dataset": "d", "mixture": {**MIXTURE, "stages": stages}})
+    assert spec.memory > LoaderSpec(dataset="d").memory + 100_000
 
 
 def test_single_samples_have_no_last_batch_to_drop() -> None:

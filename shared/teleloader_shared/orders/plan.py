@@ -4,6 +4,12 @@ Rank r of W owns the positions p = r (mod W) of the epoch's order, as in ``torch
 batch k of rank r is ``order[r + W * (k * B + j)]`` for j = 0..B-1. The batches k of all ranks together are therefore
 the block ``[k * B * W, (k + 1) * B * W)`` of the order. If W changes and B * W does not, a resumed training run sees
 the same global batches.
+
+With weights, the order interleaves the sources of a `Mixture` (`mixture`). It is periodic, and the ranks divide each
+block into contiguous parts of B positions instead: every W-th position of a periodic order would give a rank other
+proportions (two sources alternate, and each of two ranks would get one of them). Each batch of each rank is therefore
+a window of the order. Which rank has which part changes pseudo-randomly from block to block, because a part of a block
+is periodic, too.
 """
 
 from __future__ import annotations
@@ -16,9 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_shared.errors import BatchOutOfRange, InvalidSpec
+from teleloader_shared.orders.mixture import MixtureOrder
 from teleloader_shared.orders.permutation import Permutation
 from teleloader_shared.orders.seeding import derive
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
+from teleloader_shared.weights import MAX_POSITION
 
 # Evaluating the permutation takes 30 us for 256 positions and only three times as long for 4096, so the indices of
 # small batches are computed in blocks of about this many samples.
@@ -42,13 +50,24 @@ class Plan:
             raise InvalidSpec(f"epoch must be in [0, 2**62), got {epoch}")
         if not 0 <= length <= 2**62:
             raise InvalidSpec(f"the dataset's length must be in [0, 2**62], got {length}")
+        mixture = spec.mixture
+        if mixture is not None and (mixture.length != length or (epoch + 1) * mixture.samples > MAX_POSITION):
+            raise InvalidSpec(
+                f"the sources of the mixture have {mixture.length} samples and the dataset {length}: create another "
+                "loader for the changed dataset"
+                if mixture.length != length
+                else f"epoch {epoch} with {mixture.samples} samples is beyond position 2**62 of the mixture"
+            )
         self.spec = spec
         self.length = length
         self.epoch = epoch
-        self.samples = _samples_of_rank(spec, length)
+        self._epoch_samples = length if mixture is None else mixture.samples
+        self._total = _total(spec, self._epoch_samples)
+        self.samples = max(0, -(-(self._total - spec.rank) // spec.world_size))
         self._batch_size = spec.batch_size or 1
         self._batches = self.samples // self._batch_size if spec.drop_last else -(-self.samples // self._batch_size)
-        self._order = Permutation(length, derive("order", spec.seed, epoch)) if spec.shuffle else None
+        self._order = _order(spec, length, epoch)
+        self._rotation_key = derive("ranks", spec.seed, epoch)
         self._batches_per_block = max(1, _BLOCK_SAMPLES // self._batch_size)
         self._block: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
@@ -84,9 +103,33 @@ class Plan:
     def padding(self, k: int) -> int:
         """Return the number of padding samples at the end of batch k; ``tail="pad"`` repeats samples from the start."""
         self.check(k)
-        own = -(-(self.length - self.spec.rank) // self.spec.world_size)
-        end = min((k + 1) * self._batch_size, self.samples)
-        return max(0, end - max(k * self._batch_size, own))
+        start, stop = k * self._batch_size, (k + 1) * self._batch_size
+        if stop * self.spec.world_size <= self._epoch_samples:
+            return 0
+        return int((self._unwrapped(start, stop) >= self._epoch_samples).sum())
+
+    def sources(self, k: int) -> NDArray[np.int64]:
+        """Return the number of the source of each sample in batch k of a mixture, int64 of shape (samples,).
+
+        Raises:
+            BatchOutOfRange: If k is not in [0, len(plan)).
+            TypeError: If the loader has no weights.
+        """
+        return self._mixture.sources(self._positions_of(k))
+
+    def passes(self, k: int) -> NDArray[np.int64]:
+        """Return the pass over its source to which each sample in batch k of a mixture belongs, as `sources` does."""
+        return self._mixture.passes(self._positions_of(k))
+
+    @property
+    def _mixture(self) -> MixtureOrder:
+        if isinstance(self._order, MixtureOrder):
+            return self._order
+        raise TypeError("the plan has no sources: pass weights= to the loader of a Mixture")
+
+    def _positions_of(self, k: int) -> NDArray[np.int64]:
+        self.check(k)
+        return self._positions(k * self._batch_size, (k + 1) * self._batch_size)
 
     def check(self, k: int) -> None:
         """Check that batch k exists in the epoch.
@@ -108,22 +151,51 @@ class Plan:
 
     def _indices_at(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the dataset indices of the rank's samples [start, stop), truncated at the end of the epoch."""
-        places = np.arange(start, min(stop, self.samples), dtype=np.int64)
-        positions = (self.spec.rank + self.spec.world_size * places) % self.length
+        positions = self._positions(start, stop)
         indices = positions if self._order is None else self._order(positions)
         indices.setflags(write=False)  # batches are views of this array: a caller must not modify later batches
         return indices
 
+    def _positions(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the positions in the epoch's order of the rank's samples [start, stop), truncated at its end."""
+        return self._unwrapped(start, stop) % self._epoch_samples
 
-def _samples_of_rank(spec: LoaderSpec, length: int) -> int:
-    """Return the number of samples of the rank in an epoch."""
+    def _unwrapped(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the positions, in which those of padding samples continue after the end of the order."""
+        places = np.arange(start, min(stop, self.samples), dtype=np.int64)
+        rank, ranks = self.spec.rank, self.spec.world_size
+        if self.spec.mixture is None:
+            return rank + ranks * places
+        blocks, within = np.divmod(places, self._batch_size)
+        positions = (blocks * ranks + (rank + self._rotations(blocks)) % ranks) * self._batch_size + within
+        # the incomplete last block is divided into parts whose sizes differ by at most one sample
+        full, rest = divmod(self._total, ranks * self._batch_size)
+        first = full * ranks * self._batch_size + rank * (rest // ranks) + min(rank, rest % ranks)
+        return np.where(blocks < full, positions, first + within)
+
+    def _rotations(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return pseudo-random numbers in [0, world_size) for the numbers of blocks."""
+        mixed = (blocks.view(np.uint64) + np.uint64(self._rotation_key)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+        return ((mixed >> np.uint64(32)) * np.uint64(self.spec.world_size) >> np.uint64(32)).astype(np.int64)
+
+
+def _order(spec: LoaderSpec, length: int, epoch: int) -> Permutation | MixtureOrder | None:
+    """Return the order of the epoch's positions; None for the order of the indices."""
+    if spec.mixture is not None:
+        return MixtureOrder(spec.mixture, epoch, spec.seed if spec.shuffle else None)
+    return Permutation(length, derive("order", spec.seed, epoch)) if spec.shuffle else None
+
+
+def _total(spec: LoaderSpec, length: int) -> int:
+    """Return the number of samples of all ranks in an epoch."""
     match spec.tail:
         case "drop":
-            return length // spec.world_size
+            return length // spec.world_size * spec.world_size
         case "pad":
-            return -(-length // spec.world_size)
+            return -(-length // spec.world_size) * spec.world_size
         case "uneven":
-            return max(0, -(-(length - spec.rank) // spec.world_size))
+            return length
 
 
 @dataclass(frozen=True, slots=True)
