@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
+from teleloader.mixture import Mixture
 from teleloader.stats import LoaderStats
 from teleloader_shared.errors import (
     AccessDenied,
@@ -52,6 +53,7 @@ __all__ = [
     "InvalidSpec",
     "LoaderStats",
     "LoaderTimeout",
+    "Mixture",
     "ProtocolError",
     "RemoteDataset",
     "RemoteError",

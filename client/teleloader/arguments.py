@@ -155,6 +155,18 @@ def check_errors(on_error: str, max_errors: float, *, iterable: bool) -> None:
         )
 
 
+def check_mixture(seed: int | None, *, sampler: object) -> None:
+    """Validate the arguments of a loader of a `Mixture`.
+
+    Raises:
+        ValueError: If `seed` is None, or a sampler is given.
+    """
+    if sampler is not None:
+        raise ValueError("sampler and batch_sampler exclude a Mixture: its weights determine the order")
+    if seed is None:
+        raise ValueError("a Mixture requires seed=: its order is computed from the seed")
+
+
 def as_context(context: Any) -> Any:
     """Convert a start method to a multiprocessing context, as torch does; return other values unchanged."""
     return get_context(context) if isinstance(context, str) else context

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from teleloader.dataset import RemoteDataset
 from teleloader.fetch.direct import DirectDataset, Loader
+from teleloader.mixture import Mixture, RemoteMixture
 from teleloader_shared import local
 from teleloader_shared.errors import TeleloaderError
 
@@ -22,9 +23,10 @@ _NAME: Final = "dataset"
 def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDataset:
     """Resolve a loader's `dataset` argument to the dataset to load from; start a server in this process if needed.
 
-    A `RemoteDataset` is returned unchanged. Any other dataset object is hosted by a server in this process, which stops
-    when the result is garbage-collected; with ``num_workers=0``, the calling thread loads the object without a server.
-    Server and loader are entry points of the server package, so that the client does not import this package.
+    A `RemoteDataset` is returned unchanged, and a `Mixture` of them as a `RemoteMixture`. Any other dataset object is
+    hosted by a server in this process, which stops when the result is garbage-collected; with ``num_workers=0``, the
+    calling thread loads the object without a server. Server and loader are entry points of the server package, so that
+    the client does not import this package.
 
     Raises:
         TypeError: If the server package is not installed, or `dataset` is not a dataset.
@@ -33,6 +35,8 @@ def find_dataset(dataset: Any, num_workers: int) -> RemoteDataset | DirectDatase
     """
     if isinstance(dataset, RemoteDataset):
         return dataset
+    if isinstance(dataset, Mixture) and dataset.is_remote:
+        return RemoteMixture(list(dataset.sources.values()))
     if not (callable(dataset) or hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise TypeError(
             f"dataset must be a RemoteDataset, or define __getitem__ and __len__, or __iter__; got {dataset!r:.80} "
@@ -61,10 +65,12 @@ def load_in_process(dataset: Any, name: str) -> Loader:
 
 
 def _host_in_process(dataset: Any) -> RemoteDataset:
-    serving = _entry_point("teleloader.serve", dataset)({_NAME: dataset}, num_workers=0)
+    hosted = dataset.sources if isinstance(dataset, Mixture) else {_NAME: dataset}
+    serving = _entry_point("teleloader.serve", dataset)(hosted, num_workers=0)
     with _as_teleloader_error(dataset):
         url = serving.__enter__()
-    remote = RemoteDataset(url, _NAME)
+    remotes = [RemoteDataset(url, name) for name in hosted]
+    remote = RemoteMixture(remotes) if isinstance(dataset, Mixture) else remotes[0]
     weakref.finalize(remote, _stop, serving, os.getpid())
     return remote
 

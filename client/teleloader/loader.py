@@ -21,6 +21,7 @@ from teleloader.arguments import (
     check,
     check_errors,
     check_iteration,
+    check_mixture,
     check_ranks,
     warn_of_pinning,
     warn_of_too_many_workers,
@@ -32,6 +33,7 @@ from teleloader.frameworks import SkippedBatches, integrate_accelerate, is_light
 from teleloader.functions import name_on_server
 from teleloader.hosting import find_dataset
 from teleloader.iterations import Start
+from teleloader.mixture import Mixture
 from teleloader.orders import Order, Orders, distributed_rank
 from teleloader.sampling import (
     PROCESS_GENERATORS,
@@ -100,8 +102,8 @@ class DataLoader(Generic[Batch]):
       j mod `num_workers`.
 
     Args:
-        dataset: A `RemoteDataset`, or an object of this process: a dataset as torch accepts it, which this process
-            loads or serves while the loader exists.
+        dataset: A `RemoteDataset`, a `Mixture`, or an object of this process: a dataset as torch accepts it, which this
+            process loads or serves while the loader exists.
         batch_size: Samples in a batch of this rank; 1 by default. None yields single samples without collation.
         shuffle: Whether to shuffle the samples in each epoch. None (the default) is False.
         sampler: Yields indices; excludes `shuffle`. None by default.
@@ -223,6 +225,9 @@ class DataLoader(Generic[Batch]):
         )  # fmt: skip
         user_sampler = sampler if batch_sampler is None else batch_sampler
         check_ranks(seed, rank, world_size, sampler=user_sampler, generator=generator)
+        mixture = dataset.spec if isinstance(dataset, Mixture) else None
+        if mixture is not None:
+            check_mixture(seed, sampler=user_sampler)
         self._output: Output = choose_output(output)
         self.dataset, self.generator = dataset, generator
         self.num_workers, self.persistent_workers = num_workers, persistent_workers
@@ -241,7 +246,7 @@ class DataLoader(Generic[Batch]):
         self._spec = LoaderSpec(
             dataset=remote.name, batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(self.drop_last),
             seed=seed or 0, rank=rank or 0, world_size=1 if world_size is None else world_size, tail=tail,
-            checksum=checksum, compression=compression, on_error=on_error, error_retries=error_retries,
+            mixture=mixture, checksum=checksum, compression=compression, on_error=on_error, error_retries=error_retries,
             collate=self._name_on_server("collate_fn"), worker_init=self._name_on_server("worker_init_fn"),
         )  # fmt: skip
         # torch's rank is read at each use, because the loader may be created before the process group
@@ -546,8 +551,8 @@ class DataLoader(Generic[Batch]):
 
     @property
     def _owns_dataset(self) -> bool:
-        """True if `dataset` is an object of this process, not a `RemoteDataset`."""
-        return self._remote is not self.dataset
+        """True if `dataset` is an object of this process, not a `RemoteDataset` or a mixture of them."""
+        return self._remote is not self.dataset and not (isinstance(self.dataset, Mixture) and self.dataset.is_remote)
 
     # -- position
 
@@ -627,11 +632,13 @@ class DataLoader(Generic[Batch]):
 
     def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
         """Return the values that must be equal in a loader that resumes from this loader's state."""
-        values = {
+        values: dict[str, Any] = {
             "seed": spec.seed, "shuffle": spec.shuffle, "batch_size": self.batch_size,
             "num_workers": int(self.num_workers),
         }  # fmt: skip
         common = {name: values[name] for name in order.identity}
+        if spec.mixture is not None:
+            common["mixture"] = spec.mixture.digest
         return {"dataset": spec.fingerprint, "order": order.name, **common}
 
     def stats(self) -> LoaderStats:

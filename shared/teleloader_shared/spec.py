@@ -41,7 +41,7 @@ class LoaderSpec:
     """
 
     dataset: str
-    """Name under which the server hosts the dataset."""
+    """Name under which the server hosts the dataset; of a mixture, that of the first source."""
     fingerprint: str | None = None
     """Required fingerprint of the dataset; None accepts any."""
     batch_size: int | None = 1
@@ -65,8 +65,8 @@ class LoaderSpec:
     (like DistributedSampler with drop_last=True), ``uneven`` assigns one sample more to some ranks.
     """
     mixture: MixtureSpec | None = None
-    """Weights of the dataset's sources, if the dataset is a `Mixture` and the order interleaves its sources; None for
-    the order of any other dataset. In JSON an object (`MixtureSpec.to_json`)."""
+    """Hosted datasets from which the samples of each batch come, and their weights; None for a single dataset. In JSON
+    an object (`MixtureSpec.to_json`)."""
     checksum: bool = True
     """True to send a checksum of the content in each frame."""
     compression: Compression | None = None
@@ -139,6 +139,8 @@ class LoaderSpec:
             object.__setattr__(self, "mixture", MixtureSpec.from_json(given))
         if given is not None and self.order == "client":
             raise InvalidSpec("mixture excludes order=client: the weights determine the order. Remove either of them")
+        if given is not None and self.worker_init is not None:
+            raise InvalidSpec("mixture excludes worker_init: each source has its own. Remove worker_init")
 
     def _check_session(self) -> None:
         for name in ("collate", "worker_init", "session"):
@@ -148,6 +150,16 @@ class LoaderSpec:
                 f"order=client, num_workers > 0 and in_process=true require a session: got order={self.order}, "
                 f"num_workers={self.num_workers}, in_process={json.dumps(self.in_process)}, session=null"
             )
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """Names of the hosted datasets from which the samples come: the sources of the mixture, or `dataset`."""
+        return (self.dataset,) if self.mixture is None else tuple(name for name, _ in self.mixture.sources)
+
+    @property
+    def content(self) -> str:
+        """Name of what frames can contain: clients with access to it may see stale bytes in memory that is reused."""
+        return self.dataset if self.mixture is None else json.dumps(self.datasets)
 
     @property
     def memory(self) -> int:

@@ -6,6 +6,8 @@ numbers once, and sends integers, so that all servers compute the same order wit
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -80,7 +82,7 @@ class MixtureSpec:
         empty = [name for place, (name, length) in enumerate(self.sources) if not length and self._is_used(place)]
         if empty:
             raise InvalidSpec(f"source {empty[0]!r} of a mixture has a weight but no samples: remove its weight")
-        if starts[-1] * self.period > MAX_POSITION or table_slots(starts, self.period) > MAX_SLOTS:
+        if starts[-1] * self.period > MAX_POSITION or self.slots > MAX_SLOTS:
             raise InvalidSpec(
                 f"{len(starts)} stages of a mixture with period {self.period} exceed the limit of {MAX_SLOTS} table "
                 "slots: use fewer stages, or weights with a smaller common denominator"
@@ -90,6 +92,11 @@ class MixtureSpec:
     def period(self) -> int:
         """Sum of the weights in each stage."""
         return sum(self.stages[0][1])
+
+    @property
+    def slots(self) -> int:
+        """Upper bound of the size of the tables, in samples."""
+        return table_slots([start for start, _ in self.stages], self.period)
 
     @property
     def length(self) -> int:
@@ -126,6 +133,11 @@ class MixtureSpec:
 
     def _is_used(self, place: int) -> bool:
         return any(weights[place] for _, weights in self.stages)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all parameters as 16 hexadecimal digits; part of saved states, whose size does not depend on it."""
+        return hashlib.blake2b(json.dumps(self.to_json()).encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Return the parameters as a JSON object."""

@@ -285,7 +285,7 @@ def test_a_plan_of_a_billion_samples_starts_at_once() -> None:
 
 def test_a_plan_without_weights_has_no_sources() -> None:
     """The error states the argument that a mixture needs."""
-    with pytest.raises(TypeError, match="the plan has no sources: pass weights="):
+    with pytest.raises(TypeError, match="the plan has no sources: the dataset of the loader must be a Mixture"):
         Plan(LoaderSpec(dataset="d"), 10, 0).sources(0)
 
 

@@ -46,7 +46,7 @@ def _fields(draw: st.DrawFn) -> dict[str, Any]:
         "checksum": draw(st.booleans()),
         "compression": draw(st.sampled_from([None, "zstd", "lz4"])),
         "collate": draw(NAMES),
-        "worker_init": draw(NAMES),
+        "worker_init": draw(NAMES) if mixture is None else None,
         "session": session,
         "num_workers": num_workers,
         "shard_states": draw(st.none() | st.tuples(*[STATES] * max(1, num_workers)).map(list)),
@@ -266,6 +266,20 @@ def test_weights_exclude_the_order_of_a_sampler() -> None:
     """A spec has either a mixture, or index lists that the client sends."""
     with pytest.raises(InvalidSpec, match="mixture excludes order=client"):
         LoaderSpec.from_json({"dataset": "d", "order": "client", "session": "s", "mixture": MIXTURE})
+
+
+def test_weights_exclude_worker_init() -> None:
+    """Each source of a mixture has its own worker-init function."""
+    with pytest.raises(InvalidSpec, match="mixture excludes worker_init"):
+        LoaderSpec.from_json({"dataset": "web", "worker_init": "m:f", "mixture": MIXTURE})
+
+
+def test_the_datasets_of_a_mixture_are_its_sources() -> None:
+    """Access to a loader requires access to each of these datasets."""
+    spec = LoaderSpec.from_json({"dataset": "web", "mixture": MIXTURE})
+    assert spec.datasets == ("web", "code")
+    assert spec.content != LoaderSpec(dataset="web").content == "web"
+    assert LoaderSpec(dataset="web").datasets == ("web",)
 
 
 def test_a_mixture_counts_as_memory_of_the_spec() -> None:

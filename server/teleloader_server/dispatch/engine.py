@@ -340,7 +340,7 @@ class Engine:
         consumer = batches[0].consumer
         spec, length = consumer.loader.spec, consumer.loader.length
         index_list = consumer.index_list if spec.order == "client" else lambda k: None
-        owner = consumer.principal_share.quota.owners.get(spec.dataset, 0)
+        owner = consumer.principal_share.quota.owners.get(spec.content, 0)
         ids = [batch.batch_id for batch in batches]
         kept = consumer.state.substituted
         tasks = [Task(spec, length, each, index_list(each.batch), owner, kept.get(each.batch)) for each in ids]

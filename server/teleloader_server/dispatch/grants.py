@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ class _Grant:
 
     caller: Caller
     need: str
-    dataset: str | None
+    datasets: Sequence[str | None]
     end: Callable[[AccessDenied], object]
 
 
@@ -35,27 +35,27 @@ class Grants:
 
     @contextmanager
     def hold(
-        self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
+        self, caller: Caller, need: str, datasets: Sequence[str | None], end: Callable[[AccessDenied], object]
     ) -> Iterator[None]:
         """Context manager that calls `end` if, before its exit, the token expires, is revoked or loses the scope.
 
         Args:
             caller: Caller of the request.
             need: Required scope.
-            dataset: Dataset in use, if any.
+            datasets: Datasets in use; None for a request without a dataset.
             end: Callback, called with the error; it must end the request.
         """
-        release = self.add(caller, need, dataset, end)
+        release = self.add(caller, need, datasets, end)
         try:
             yield
         finally:
             release()
 
     def add(
-        self, caller: Caller, need: str, dataset: str | None, end: Callable[[AccessDenied], object]
+        self, caller: Caller, need: str, datasets: Sequence[str | None], end: Callable[[AccessDenied], object]
     ) -> Callable[[], object]:
         """Add an authorization, and return the function that removes it; arguments as of `hold`."""
-        grant = _Grant(caller, need, dataset, end)
+        grant = _Grant(caller, need, datasets, end)
         self._grants.add(grant)
         return partial(self._grants.discard, grant)
 
@@ -66,7 +66,8 @@ class Grants:
             self.tokens_changed.clear()
             for number, grant in enumerate(list(self._grants)):
                 try:
-                    grant.caller.authorize(grant.need, grant.dataset)
+                    for dataset in grant.datasets:
+                        grant.caller.authorize(grant.need, dataset)
                 except AccessDenied as error:
                     grant.end(error)
                 if number % CHECKED_TOGETHER == 0:

@@ -92,7 +92,7 @@ class Lender:
         Args:
             frame: The frame.
             quota: Quota of the borrower.
-            dataset: Dataset of the frame.
+            dataset: Dataset of the frame (`LoaderSpec.content`).
             send: Function that sends a descriptor to the borrower; the caller closes the descriptor afterwards.
 
         Returns:

@@ -62,7 +62,7 @@ class Quota:
     lent_bytes: int = field(default=0, init=False)
     """Size of these slots in bytes."""
     owners: dict[str, int] = field(default_factory=dict, init=False)
-    """Owner number of the principal by dataset, for the reuse of lent slots (`Lender`)."""
+    """Owner number of the principal by dataset (`LoaderSpec.content`), for the reuse of lent slots (`Lender`)."""
     due: float = field(default=0.0, init=False)
     """Earliest time of the next request at the maximum rate; see `delayed`."""
     consumers: dict[object, Sequence[object]] = field(default_factory=dict, init=False)

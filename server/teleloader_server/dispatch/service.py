@@ -21,7 +21,7 @@ from teleloader_server.dispatch.sessions import Engines
 from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits, Limits
 from teleloader_server.loading.environment import environment
 from teleloader_server.loading.index_lists import Rules
-from teleloader_server.permissions import ADMIN, READ, Caller, allows
+from teleloader_server.permissions import ADMIN, READ, Caller, Principal, allows
 from teleloader_server.workers.factory import PoolFactory
 from teleloader_shared.errors import (
     BatchOutOfRange,
@@ -34,6 +34,7 @@ from teleloader_shared.errors import (
 )
 from teleloader_shared.messages import DatasetInfo, Registration
 from teleloader_shared.orders.plan import Plan
+from teleloader_shared.sources import describe
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
 SESSION_IDLE: Final = 60.0
@@ -176,12 +177,13 @@ class LoaderService:
             ServerUnavailable: If there are too many sessions, or the server is shutting down.
         """
         self.refuse_when_draining()
-        info = self.dataset(caller, spec.dataset)
+        infos = [self.dataset(caller, name) for name in spec.datasets]
         if spec.in_process:  # loading then blocks all other clients
             caller.authorize(ADMIN)
         if spec.session is None:
             await self.engines.shared()
-            info = self.engines.infos[info.name]
+            infos = [self.engines.infos[info.name] for info in infos]
+        info = _described_as_one(spec, infos)
         if spec.fingerprint is not None and spec.fingerprint != info.fingerprint:
             raise DatasetChanged(
                 f"dataset {info.name!r} has fingerprint {info.fingerprint} (length {info.length}, version "
@@ -220,12 +222,12 @@ class LoaderService:
             max_batch_bytes=self.limits.max_batch_bytes,
             batch_rate=batch_rate,
             environment=environment(),
-            handoff=self.lender.offer(caller.authorize(READ, loader.spec.dataset).name),
+            handoff=self.lender.offer(_authorize(caller, loader.spec).name),
         )
 
     async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller) -> None:
         _check_kind(spec, info)
-        quota = self.quotas.of(caller.authorize(READ, info.name))
+        quota = self.quotas.of(_authorize(caller, spec))
         batches = MAX_EPOCH
         if info.kind == "map" and spec.order == "plan":
             if info.length is None:
@@ -237,7 +239,7 @@ class LoaderService:
             engine = await self.engines.of(key, spec, info, quota)
             if key not in self._loaders:  # not registered concurrently
                 length = 0 if info.kind == "iterable" else info.length or 0
-                loader = Loader(key, spec, length, batches, self._host.index_kind(info.name))
+                loader = Loader(key, spec, length, batches, self._host.index_kind(spec.dataset))
                 quota.loaders.add(key)
                 held.callback(quota.loaders.remove, key)
                 self._loaders[key] = _Known(loader, engine, info.length, quota, held.pop_all())
@@ -328,7 +330,7 @@ class LoaderService:
 
     def _resolve(self, caller: Caller, key: str) -> _Known:
         known = self._loaders.get(key)
-        principal = caller.authorize(READ, None if known is None else known.loader.spec.dataset)
+        principal = caller.authorize(READ) if known is None else _authorize(caller, known.loader.spec)
         if known is not None and known.loader.spec.session is not None and known.quota.name != principal.name:
             known = None  # requests of another principal would advance the session
         if known is not None and known.loader.spec.in_process:
@@ -405,11 +407,11 @@ class LoaderService:
             raise InvalidSpec(f"loader {request.key[:64]!r} has order={loader.spec.order!r}: {what}")
         if lists and request.prefetch:
             request = replace(request, prefetch=0)
-        dataset, need = loader.spec.dataset, ADMIN if loader.spec.in_process else READ
-        quota = self.quotas.of(caller.authorize(need, dataset))
+        spec, need = loader.spec, ADMIN if loader.spec.in_process else READ
+        quota = self.quotas.of(_authorize(caller, spec, need))
         engine = self._loaders[loader.key].engine
-        stream = engine.batches(loader, quota, request, lambda: caller.authorize(need, dataset))
-        stream.on_close = self.grants.add(caller, need, dataset, stream.end)
+        stream = engine.batches(loader, quota, request, lambda: _authorize(caller, spec, need))
+        stream.on_close = self.grants.add(caller, need, spec.datasets, stream.end)
         return stream
 
     @contextmanager
@@ -452,6 +454,36 @@ class LoaderService:
             for key, engine in self.engines.started_sessions().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
+
+
+def _authorize(caller: Caller, spec: LoaderSpec, need: str = READ) -> Principal:
+    """Check that a caller may use all datasets of a loader; return its principal.
+
+    Raises:
+        AccessDenied: If the caller may not use one of them.
+    """
+    first, *others = spec.datasets
+    principal = caller.authorize(need, first)
+    for name in others:
+        caller.authorize(need, name)
+    return principal
+
+
+def _described_as_one(spec: LoaderSpec, infos: list[DatasetInfo]) -> DatasetInfo:
+    """Return the description of a loader's dataset; of a mixture, that of all sources together.
+
+    Raises:
+        InvalidSpec: If the datasets cannot be mixed, or have other lengths than the sources in the spec.
+    """
+    if spec.mixture is None:
+        return infos[0]
+    if spec.dataset != infos[0].name:
+        raise InvalidSpec(f"dataset must be the first source of the mixture, {infos[0].name!r}: got {spec.dataset!r}")
+    info = describe(infos)
+    for (name, length), hosted in zip(spec.mixture.sources, infos, strict=True):
+        if spec.fingerprint in (None, info.fingerprint) and hosted.length != length:
+            raise InvalidSpec(f"source {name!r} of the mixture must have length {hosted.length}, got {length}")
+    return info
 
 
 def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:

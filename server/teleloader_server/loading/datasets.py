@@ -8,7 +8,7 @@ import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from teleloader_server.loading.collate import default_convert, lazy_collate, pat
 from teleloader_server.loading.random_state import seed_all
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.orders.seeding import derive_seed
+from teleloader_shared.sources import Sources, describe
 
 _MAX_TEXT: Final = 64 * 1024
 _FACTORY_SEED: Final = derive_seed("dataset")
@@ -42,6 +43,8 @@ class HostedDataset:
     """Function that collates samples into a batch if no other function is selected."""
     default_convert: Callable[[Any], Any] = default_convert
     """Function that converts a single sample (``batch_size=None``) if no other function is selected."""
+    parts: Sequence[HostedDataset] = ()
+    """Sources of a mixture that was combined from hosted datasets; empty for any other dataset."""
 
     def collate_batch(self, samples: list[Any], name: str | None = None) -> Any:
         """Collate samples into a batch.
@@ -94,6 +97,16 @@ class HostedDataset:
     def worker_init_of(self, name: str | None) -> Callable[[int], None] | None:
         """Return the worker-init function with the given name; for None, the dataset's own function, if any."""
         return self.worker_init if name is None else self.functions[name]
+
+
+def combine(parts: Sequence[HostedDataset]) -> HostedDataset:
+    """Combine hosted datasets into one dataset, the sources of a mixture.
+
+    Raises:
+        InvalidSpec: If the datasets cannot be mixed.
+    """
+    sources = Sources({part.info.name: part.dataset for part in parts})
+    return replace(parts[0], info=describe([part.info for part in parts]), dataset=sources, parts=tuple(parts))
 
 
 def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:

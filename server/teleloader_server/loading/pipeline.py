@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader_server.loading.datasets import HostedDataset
+from teleloader_server.loading.datasets import HostedDataset, combine
 from teleloader_server.loading.failures import describe
 from teleloader_server.loading.passes import Began, Passes
 from teleloader_server.loading.sample_cache import take_counts
 from teleloader_server.loading.stages import NO_SAMPLE, STAGES, Batch, Context, Place, Stage
 from teleloader_server.loading.tasks import Indices, Report, Task
 from teleloader_shared.codec import FrameWriter
+from teleloader_shared.sources import Sources
+from teleloader_shared.spec import LoaderSpec
 
 
 class Loading:
@@ -44,6 +47,7 @@ class Loading:
         stages: Sequence[type[Stage]] = STAGES,
     ) -> None:
         self._hosted = hosted
+        self._combined = lru_cache(maxsize=64)(lambda names: combine([hosted[name] for name in names]))
         self._worker = worker
         # sys.exit() ends a worker process, but must not end the thread of a server without workers
         self._exits = worker >= 0
@@ -72,7 +76,7 @@ class Loading:
 
         batch = Batch(task, placed, enumerate(self._stages), [0.0] * len(self._stages))
         try:
-            batch.hosted = self._hosted[task.spec.dataset]
+            batch.hosted = self.hosted(task.spec)
             batch.run_remaining()
             _check_placed(batch, buffer)
         except BaseException as error:  # KeyboardInterrupt too, which only user code can raise here
@@ -84,6 +88,13 @@ class Loading:
             return nbytes, Report(batch.count, True, batch.seconds, cache=take_counts())
         slowest = self.context.slowest
         return len(batch.frame), Report(batch.count, False, batch.seconds, batch.substituted, slowest, take_counts())
+
+    def hosted(self, spec: LoaderSpec) -> HostedDataset:
+        """Return the dataset of a loader; for a mixture of hosted datasets, their combination."""
+        found = self._hosted[spec.dataset]
+        if spec.mixture is None or isinstance(found.dataset, Sources):
+            return found
+        return self._combined(spec.datasets)
 
     def frame(self, task: Task, error: BaseException | None = None) -> tuple[NDArray[np.uint8], Report]:
         """Load a batch into newly allocated memory; return its frame and the report.
@@ -116,7 +127,7 @@ class Loading:
             BaseException: If the dataset or the collate function raises an exception; it is raised unchanged.
         """
         batch = Batch(task, _new_buffer, enumerate(self._stages), [0.0] * len(self._stages), indices, has_indices=True)
-        batch.hosted = self._hosted[task.spec.dataset]
+        batch.hosted = self.hosted(task.spec)
         try:
             batch.run_remaining()
         except Exception as error:

@@ -147,9 +147,9 @@ class Fetch(Stage):
         self._epochs: dict[str, int] = {}
         """Epoch that was last set on each map-style dataset, by dataset name."""
         self._is_slow: dict[str, bool] = {}
-        """True if fetching the last batch of a dataset took `TIMED_FROM` per sample, by dataset name."""
+        """True if fetching the last batch of a dataset took `TIMED_FROM` per sample, by fingerprint."""
         self._generators: dict[str, Generators] = {}
-        """Generators of each map-style dataset, by dataset name."""
+        """Generators of each map-style dataset, by fingerprint."""
 
     def run(self, batch: Batch) -> None:
         """Fetch the samples of a batch; compute the indices if the caller has not set them."""
@@ -163,9 +163,10 @@ class Fetch(Stage):
         if not batch.has_indices:
             batch.indices, batch.padding = self._indices(hosted, task)
         epoch = task.batch_id.epoch
-        # datasets in the server process itself are shared: the epoch may have changed since the last batch
-        if not self._context.owns_datasets or self._epochs.get(hosted.info.name) != epoch:
-            self._set_epoch(hosted, epoch)
+        for each in hosted.parts or (hosted,):
+            # datasets in the server process itself are shared: the epoch may have changed since the last batch
+            if not self._context.owns_datasets or self._epochs.get(each.info.name) != epoch:
+                self._set_epoch(each, epoch)
         batch.samples, substitutes = self._fetch(hosted, task, batch.indices)
         if substitutes is not None:
             batch.padding = substitutes.remaining(batch.padding)
@@ -175,7 +176,7 @@ class Fetch(Stage):
         self._epochs.pop(hosted.info.name, None)
         if accepts(hosted.dataset, "set_epoch", epoch):
             hosted.dataset.set_epoch(epoch)
-            self._generators.pop(hosted.info.name, None)  # the dataset may have replaced them
+            self._generators.clear()  # the dataset may have replaced its own, also as a source of mixtures
         self._epochs[hosted.info.name] = epoch
 
     def _indices(self, hosted: HostedDataset, task: Task) -> tuple[Indices, int]:
@@ -266,7 +267,7 @@ class Fetch(Stage):
         seeds_each = substitutes is not None or hosted.info.seeding == "sample"
         if not seeds_each:
             self._seed_batch(hosted, task)
-        is_timed = self._is_slow.get(hosted.info.name, True)
+        is_timed = self._is_slow.get(hosted.info.fingerprint, True)
         slowest, longest = None, 0.0
         samples: list[Any] = []
         began = since = time.perf_counter()
@@ -291,7 +292,7 @@ class Fetch(Stage):
                 since = now
         sample[0] = NO_SAMPLE
         self._context.slowest = slowest
-        self._is_slow[hosted.info.name] = time.perf_counter() - began > TIMED_FROM * len(samples)
+        self._is_slow[hosted.info.fingerprint] = time.perf_counter() - began > TIMED_FROM * len(samples)
         return samples
 
     def _fetch_substitute(self, hosted: HostedDataset, task: Task, position: int, index: Any) -> Any:
@@ -357,8 +358,8 @@ class Fetch(Stage):
             return
         seed = derive_seed(purpose, *coordinates)
         seed_all(seed, torch_too=not self._context.torch_is_seeded)
-        if (generators := self._generators.get(hosted.info.name)) is None:
-            generators = self._generators[hosted.info.name] = Generators(hosted.dataset)
+        if (generators := self._generators.get(hosted.info.fingerprint)) is None:
+            generators = self._generators[hosted.info.fingerprint] = Generators(hosted.dataset)
         generators.seed(seed)
 
 

@@ -62,18 +62,24 @@ class Substitutes:
     def _replacement(self, position: int, error: Exception) -> int | str | None:
         """Return the index of the next replacement: of the dataset in seeded order, else of the same batch.
 
+        Replacements in a mixture are samples of the same source, so that the counts of the sources do not change.
+
         Replacements of a client-side sampler are samples of its batch, because the sampler may exclude others, such as
         those of a validation split.
         """
         task, attempt = self._task, self._replacements[position]
+        mixture, first = task.spec.mixture, 0
         candidates = len(self.listed) if task.spec.order == "client" else task.length
+        if mixture is not None:
+            source = mixture.range_of(self.listed[position])
+            candidates, first = len(source), source.start
         if attempt == MAX_REPLACEMENTS or not candidates:
             return None
         self._replacements[position] += 1
         _, epoch, batch = task.batch_id
         found = replacement(task.spec.seed, epoch, task.spec.rank, batch, position, attempt, candidates)
         if task.spec.order != "client":
-            return found
+            return first + found
         key = _key(self.listed[found])
         if key is None:
             error.add_note('on_error="replace" requires indices that are integers or strings: use on_error="skip"')

@@ -20,6 +20,10 @@ GROUP_BYTES: Final = 2**20
 GROUP_SECONDS: Final = 0.005
 """Computing time in seconds after which a group ends, because its first batch waits for the last one."""
 
+MAX_MAIN_SLOTS: Final = 2**14
+"""Maximum size of a mixture's tables, in samples, for which the server computes indices outside of workers: preparing
+the tables takes about 1 µs per sample, during which the event loop handles no requests."""
+
 Indices = NDArray[np.int64] | list[Any]
 """Indices of a batch's samples: an array in seeded order, or the items of a client-side sampler."""
 
@@ -117,6 +121,9 @@ def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
     if task.indices is not None:
         return index_lists.first_integers(task.indices, count)
     if task.spec.session is not None and task.length == 0:
+        return []
+    mixture = task.spec.mixture
+    if mixture is not None and mixture.slots > MAX_MAIN_SLOTS:
         return []
     found: list[int] = Plan(task.spec, task.length, task.batch_id.epoch).first(task.batch_id.batch, count).tolist()
     return found

@@ -206,7 +206,7 @@ class Channel:
         loan = self._channels.lender.lend(
             frame,
             quota,
-            consumer.loader.spec.dataset,
+            consumer.loader.spec.content,
             lambda descriptor: socket.send_fds(self._socket, [head], [descriptor], socket.MSG_DONTWAIT),
         )
         if loan is None:

@@ -61,7 +61,7 @@ class StatsStream(Response):
                 ended.set_result(None)
 
         try:
-            with service.grants.hold(caller, STATS, None, end), calling_on_disconnect(scope, end):
+            with service.grants.hold(caller, STATS, (None,), end), calling_on_disconnect(scope, end):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 with suppress(AccessDenied):  # a started response can only be truncated
                     await self._send_events(send, {drained, ended})

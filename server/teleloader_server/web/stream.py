@@ -109,7 +109,7 @@ class Conversation:
         try:
             self._service.refuse_when_draining()
             spec = self._service.loader(self._caller, self._loader, 0).spec
-            with self._service.grants.hold(self._caller, READ, spec.dataset, self._deny):
+            with self._service.grants.hold(self._caller, READ, spec.datasets, self._deny):
                 await self._converse(lists=spec.order == "client")
         except WebSocketDisconnect:
             pass

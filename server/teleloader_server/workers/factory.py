@@ -90,7 +90,7 @@ class ConfiguredPools:
                     f"function {name!r} is not allowed for dataset {info.name!r}: add it to functions in the server's "
                     f"configuration. Allowed functions: {', '.join(info.functions) or 'none'}"
                 )
-        mine = [config for config in self.configs if config.name == info.name]
+        mine = [config for config in self.configs if config.name in spec.datasets]
         if spec.in_process:
             if not self._limits.debug:
                 raise InvalidSpec("loading in the server process is disabled: start the server with --debug")
@@ -147,8 +147,9 @@ class ObjectPools:
         If the loader requests 0 workers, the pool has the server's number of workers (at most 1 for an iterable-style
         dataset). With `in_process`, the pool is a thread.
         """
-        hosted = self._datasets()[spec.dataset]
-        functions = dict(hosted.functions)
+        datasets = self._datasets()
+        mine = {name: datasets[name] for name in spec.datasets}
+        functions = {name: mine[spec.dataset].functions[name] for name in info.functions}
         for name in (spec.collate, spec.worker_init):
             # only private workers: shared ones may have been forked before the function was passed
             function = None if name is None or spec.session is None else local.registered_function(name)
@@ -166,7 +167,7 @@ class ObjectPools:
         )
         if spec.in_process:
             count = 0
-        mine = {spec.dataset: dataclasses.replace(hosted, functions=functions)}
+        mine = {name: dataclasses.replace(hosted, functions=functions) for name, hosted in mine.items()}
         return self._pool(mine, dataclasses.replace(self._limits, num_workers=count), spec)
 
     def _pool(self, hosted: Mapping[str, HostedDataset], limits: Limits, session: LoaderSpec | None) -> Pool:

@@ -185,7 +185,7 @@ class Worker:
     def _initialise(self) -> None:
         self._adopt_torch()
         for name in self._hosted:
-            if self._session is None or name == self._session.dataset:
+            if self._session is None or name in self._session.datasets:
                 self._initialise_dataset(name)
 
     def _initialise_dataset(self, name: str) -> None:
@@ -216,6 +216,10 @@ class Worker:
         self._initialise_dataset(name)
         self._send(messages.Progress())  # the timeout of the batch starts now
         return self._init_failures.get(name)
+
+    def _failure_of(self, name: str) -> BaseException | None:
+        """Return the exception with which all batches of a dataset fail, if any; construct the dataset if necessary."""
+        return self._open(name) if name in self._deferred else self._init_failures.get(name)
 
     def _call(self, worker_init: Callable[[int], None], dataset: str) -> None:
         torch = sys.modules.get("torch")
@@ -295,9 +299,8 @@ class Worker:
             self._tasks.append((task_id + place, task, count - place - 1))
 
     def _work(self, task: Task) -> None:
-        name = task.spec.dataset
-        failure = self._open(name) if name in self._deferred else self._init_failures.get(name)
-        hosted = self._hosted.get(name)
+        failure = next(filter(None, map(self._failure_of, task.spec.datasets)), None)
+        hosted = None if failure is not None else self._loading.hosted(task.spec)
         if hosted is not None and hosted is not self._current:
             self._set_info(hosted)
         if failure is None:

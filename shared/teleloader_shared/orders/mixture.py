@@ -314,7 +314,7 @@ def epoch_samples(sources: Sequence[tuple[str, int]], stages: Stages, strategy: 
         if high > MAX_POSITION // 2:
             missing = np.flatnonzero(used)[found.counts(high)[used] < lengths]
             raise ValueError(
-                f'stopping_strategy="all_exhausted" requires that each source is exhausted, but the weight of source '
+                f'samples="all_exhausted" requires that each source is exhausted, but the weight of source '
                 f"{sources[missing[0]][0]!r} becomes 0 before: pass a number of samples"
             )
     low = high // 2

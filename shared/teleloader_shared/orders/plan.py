@@ -5,7 +5,7 @@ batch k of rank r is ``order[r + W * (k * B + j)]`` for j = 0..B-1. The batches 
 the block ``[k * B * W, (k + 1) * B * W)`` of the order. If W changes and B * W does not, a resumed training run sees
 the same global batches.
 
-With weights, the order interleaves the sources of a `Mixture` (`mixture`). It is periodic, and the ranks divide each
+The order of a mixture interleaves its sources (`mixture`). It is periodic, and the ranks divide each
 block into contiguous parts of B positions instead: every W-th position of a periodic order would give a rank other
 proportions (two sources alternate, and each of two ranks would get one of them). Each batch of each rank is therefore
 a window of the order. Which rank has which part changes pseudo-randomly from block to block, because a part of a block
@@ -113,7 +113,7 @@ class Plan:
 
         Raises:
             BatchOutOfRange: If k is not in [0, len(plan)).
-            TypeError: If the loader has no weights.
+            TypeError: If the dataset is not a mixture.
         """
         return self._mixture.sources(self._positions_of(k))
 
@@ -125,7 +125,7 @@ class Plan:
     def _mixture(self) -> MixtureOrder:
         if isinstance(self._order, MixtureOrder):
             return self._order
-        raise TypeError("the plan has no sources: pass weights= to the loader of a Mixture")
+        raise TypeError("the plan has no sources: the dataset of the loader must be a Mixture")
 
     def _positions_of(self, k: int) -> NDArray[np.int64]:
         self.check(k)
