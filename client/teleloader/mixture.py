@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex, cast, get_args
 
 from teleloader.dataset import RemoteDataset
 from teleloader_shared.messages import DatasetInfo
@@ -70,6 +70,10 @@ class Mixture(Sources):
         if remotes:
             describe([remote.info for remote in remotes.values()])
         super().__init__(sources)
+        if isinstance(samples, str) and samples not in get_args(StoppingStrategy):
+            raise ValueError(
+                f"samples must be a number of samples, 'first_exhausted' or 'all_exhausted', got {samples!r}"
+            )
         self.weights = weights
         names, pairs = list(sources), tuple(self.lengths.items())
         is_schedule = isinstance(weights, Mapping) and bool(weights) and all(isinstance(key, int) for key in weights)

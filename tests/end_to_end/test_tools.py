@@ -16,10 +16,11 @@ import httpx
 import numpy as np
 import pytest
 
-from teleloader import DataLoader, RemoteDataset
+from teleloader import DataLoader, Mixture, RemoteDataset
 from teleloader.cli.bench import Measured, show
 from teleloader.dataset import consumers_prefix
 from teleloader_server import serve
+from teleloader_shared.orders.plan import count_visits
 from teleloader_shared.stats import Diagnosis
 from tests.conftest import ROOT, ServerProcess, StartServer
 from tests.end_to_end.made_up import CONSUMER, DATASET, NETWORK, SERVER, TRAINER, MadeUpServer, made_up, serving
@@ -538,6 +539,38 @@ def test_audit_of_an_epoch_that_is_whole(world_size: str, hosting: ServerProcess
     assert done.code == 0
     assert "100 visits" in done.out
     assert "each sample is visited exactly once" in done.out
+
+
+def test_audit_of_a_mixture_counts_by_source(hosting: ServerProcess, tmp_path: Path) -> None:
+    """The counts of each source match its weight, as planned and as received, and not without the file of a rank."""
+    options = ["--weight", "numbers=3", "--weight", "dicts=1", "--samples", "96", "--world-size", "2", "--json"]
+    done = tool("audit", hosting.url, *options)
+    found = json.loads(done.out)
+    assert (done.code, found["exact"]) == (0, True)
+    assert [(each["source"], each["visits"]) for each in found["sources"]] == [("numbers", 72), ("dicts", 24)]
+    files = [str(tmp_path / f"{rank}.npy") for rank in range(2)]
+    sources = {name: RemoteDataset(hosting.url, name) for name in ("numbers", "dicts")}
+    mixture = Mixture(sources, {"numbers": 3, "dicts": 1}, samples=96)
+    for rank, file in enumerate(files):
+        loader = DataLoader(mixture, 4, seed=0, rank=rank, world_size=2, output="numpy")
+        np.save(file, count_visits(loader.plan(0), len(mixture)))
+    done = tool("audit", hosting.url, *options[:-1], "--visits", files[0], "--visits", files[1])
+    assert done.code == 0
+    assert "numbers: 72 visits (75.0000%, expected 72.0)" in done.out
+    assert "the visits to each source match its weight" in done.out
+    np.save(files[1], np.zeros(len(mixture), np.int64))
+    np.save(files[0], count_visits([np.arange(20)], len(mixture)))
+    assert tool("audit", hosting.url, *options, "--visits", files[0], "--visits", files[1]).code == 1
+
+
+@pytest.mark.parametrize("arguments", [("numbers", "--weight", "dicts=1"), ("--weight", "dicts=1", "--samples", "all")])
+def test_invalid_arguments_of_an_audited_mixture_are_refused(
+    arguments: tuple[str, ...], hosting: ServerProcess
+) -> None:
+    """The error states the valid values."""
+    done = tool("audit", hosting.url, *arguments)
+    assert done.code == 2
+    assert "--weight excludes DATASET" in done.err or "samples must be a number of samples" in done.err
 
 
 def test_audit_counts_received_batches(hosting: ServerProcess) -> None:

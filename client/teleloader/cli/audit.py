@@ -1,9 +1,9 @@
-"""Command ``teleloader audit``: checks that an epoch visits each sample exactly once."""
+"""Command ``teleloader audit``: checks that an epoch visits each sample exactly once, or the weights of a mixture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.text import Text
 
 from teleloader.cli.showing import print_json, progress_bar, results_console
-from teleloader_shared.orders import plan
-from teleloader_shared.orders.plan import Coverage, Plan
+from teleloader_shared.orders.plan import Coverage, Plan, count_visits
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import printable
 from teleloader_shared.units import counted
+from teleloader_shared.weights import MixtureSpec
 
 SHOWN = 10
 """Maximum number of missing, and of repeated, indices in the output."""
@@ -24,7 +24,7 @@ STEP = 256
 """Batches between updates of the progress bar."""
 
 
-def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
+def planned(spec: LoaderSpec, length: int, epoch: int) -> NDArray[np.int64]:
     """Count the visits to each sample in an epoch, over all ranks, and show a progress bar.
 
     Args:
@@ -44,10 +44,10 @@ def coverage(spec: LoaderSpec, length: int, epoch: int) -> Coverage:
                     yield np.concatenate([found[k] for k in range(start, stop)])
                     progress.advance(bar, stop - start)
 
-        return plan.audit(batches(), length)
+        return count_visits(batches(), length)
 
 
-def received(files: Sequence[str], length: int) -> Coverage:
+def received(files: Sequence[str], length: int) -> NDArray[np.int64]:
     """Add the visits in .npy files, one per rank.
 
     Args:
@@ -66,7 +66,71 @@ def received(files: Sequence[str], length: int) -> Coverage:
                 "the dataset. Save DataLoader.visits() with numpy.save"
             )
         visits += found
-    return Coverage.of(visits)
+    return visits
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCoverage:
+    """Visits to one source of a mixture."""
+
+    source: str
+    samples: int
+    """Samples in the source."""
+    visits: int
+    expected: float
+    """Weight of the source times the number of visits to all sources."""
+    missing: int
+    """Samples that were never visited."""
+    repeated: int
+    """Samples that were visited more than once."""
+
+
+def by_source(visits: NDArray[np.int64], mixture: MixtureSpec) -> list[SourceCoverage]:
+    """Divide the visits to a mixture with constant weights among its sources.
+
+    Args:
+        visits: Number of visits to each sample, as of `planned` and `received`.
+        mixture: Parameters of the mixture.
+    """
+    weights, total, start, found = mixture.stages[0][1], int(visits.sum()), 0, []
+    for (name, length), weight in zip(mixture.sources, weights, strict=True):
+        own = Coverage.of(visits[start : start + length])
+        expected = total * weight / mixture.period
+        found.append(SourceCoverage(name, length, own.visits, expected, own.missing.size, own.repeated.size))
+        start += length
+    return found
+
+
+def has_weights(sources: Sequence[SourceCoverage], spec: LoaderSpec) -> bool:
+    """Return True if the visits to each source differ from its weight as little as those of any window of the order.
+
+    The padding of ``tail="pad"`` is a window of its own.
+    """
+    most = 4 if spec.tail == "pad" and spec.world_size > 1 else 2
+    return all(abs(each.visits - each.expected) < most for each in sources)
+
+
+def show_sources(sources: Sequence[SourceCoverage], spec: LoaderSpec, epoch: int | None, *, as_json: bool) -> None:
+    """Print the visits to each source of a mixture; `epoch` as in `show`."""
+    if as_json:
+        exact = has_weights(sources, spec)
+        print_json({"epoch": epoch, "exact": exact, "sources": [asdict(each) for each in sources]})
+        return
+    console = results_console()
+    ranks = f" by {spec.world_size} ranks" if spec.world_size > 1 else ""
+    title = "mixture, as received" if epoch is None else f"epoch {epoch} of the mixture"
+    total = sum(each.visits for each in sources)
+    console.print(Text(f"{title}: {counted(total, 'visit')}{ranks} to {counted(len(sources), 'source')}", style="bold"))
+    for each in sources:
+        share = f"{each.visits / total:.4%}" if total else "0 %"
+        visits = f"{counted(each.visits, 'visit')} ({share}, expected {each.expected:.1f})"
+        repeats = f"{each.missing:,} never visited, {each.repeated:,} more than once"
+        samples = counted(each.samples, "sample")
+        console.print(Text(printable(f"{each.source}: {visits} to {samples}: {repeats}")))
+    if has_weights(sources, spec):
+        console.print(Text("the visits to each source match its weight", style="green"))
+    else:
+        console.print(Text("the visits differ from the weights: pass the files of all ranks, after a whole batch"))
 
 
 def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int | None, *, as_json: bool) -> None:

@@ -16,7 +16,9 @@ from teleloader.cli.bench import BatchFailed, Bench
 from teleloader.cli.bench import show as show_bench
 from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
+from teleloader.mixture import Mixture
 from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.orders.plan import Coverage
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.version import VERSION
 
@@ -68,6 +70,20 @@ class Indices(click.ParamType):  # type: ignore[type-arg] # generic since click 
             return [int(part) for part in value.split(",")]
         except ValueError:
             self.fail(f"invalid indices {value!r}: expected integers separated by commas, such as 4,8,15", param, ctx)
+
+
+class Weight(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4; older versions are supported
+    """click parameter type for the name and the weight of a source of a mixture."""
+
+    name = "NAME=W"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        """Parse a name and a number; exit with a usage error if they are invalid."""
+        name, _, weight = value.rpartition("=")
+        try:
+            return name, float(weight)
+        except ValueError:
+            self.fail(f"invalid weight {value!r}: expected the name of a dataset and a number, as web=0.7", param, ctx)
 
 
 @click.group(cls=_Tools, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -206,10 +222,19 @@ def peek(
     "--visits", type=click.Path(exists=True, dir_okay=False), multiple=True, metavar="FILE",
     help="Count the visits in this .npy file, an array of DataLoader.visits(). Repeat the option for each rank.",
 )  # fmt: skip
+@click.option(
+    "--weight", "weights", type=Weight(), multiple=True, metavar="NAME=W",
+    help="Audit a mixture in place of DATASET: name and weight of a source. Repeat the option for each source, in the "
+    "order of the Mixture.",
+)  # fmt: skip
+@click.option(
+    "--samples", default="first_exhausted", show_default=True, metavar="N",
+    help="Samples in an epoch of the mixture: a number, first_exhausted or all_exhausted.",
+)  # fmt: skip
 @click.pass_context
 def audit(
     ctx: click.Context, /, url: str | list[str], dataset: str | None, epoch: int, visits: tuple[str, ...],
-    as_json: bool, trust_directory: bool, **loader: Any,
+    weights: tuple[tuple[str, float], ...], samples: str, as_json: bool, trust_directory: bool, **loader: Any,
 ) -> None:  # fmt: skip
     """Count the visits of all ranks to each sample in an epoch.
 
@@ -217,15 +242,33 @@ def audit(
     bytes of memory per sample. To count what training loops received, without skipped samples and with replacements,
     save the array of DataLoader.visits() of each rank with numpy.save, and pass the files with --visits.
 
-    The exit code is 0 if each sample is visited exactly once.
+    The exit code is 0 if each sample is visited exactly once; of a mixture, if the visits to each source match its
+    weight.
     """
+    if weights:
+        if dataset is not None:
+            raise ValueError(
+                f"--weight excludes DATASET, got {dataset!r}: each source of a mixture has its own --weight"
+            )
+        sources = {
+            name: RemoteDataset(url, name, reconnect_timeout=0, trust_directory=trust_directory) for name, _ in weights
+        }
+        strategy: Any = int(samples) if samples.isdecimal() else samples
+        mixture = Mixture(sources, dict(weights), samples=strategy)
+        spec = LoaderSpec(dataset=next(iter(sources)), mixture=mixture.spec, **loader)
+        counts = audits.received(visits, len(mixture)) if visits else audits.planned(spec, len(mixture), epoch)
+        by_source = audits.by_source(counts, mixture.spec)
+        audits.show_sources(by_source, spec, None if visits else epoch, as_json=as_json)
+        if not audits.has_weights(by_source, spec):
+            ctx.exit(EXIT_NEGATIVE)
+        return
     remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
     if remote.iterable:
         raise TypeError(
             f"cannot audit dataset {remote.name!r}: the order of an iterable-style dataset is unknown before loading"
         )
     spec = LoaderSpec(dataset=remote.name, **loader)
-    found = audits.received(visits, len(remote)) if visits else audits.coverage(spec, len(remote), epoch)
+    found = Coverage.of(audits.received(visits, len(remote)) if visits else audits.planned(spec, len(remote), epoch))
     audits.show(found, remote.name, spec, None if visits else epoch, as_json=as_json)
     if not found.exact:
         ctx.exit(EXIT_NEGATIVE)
