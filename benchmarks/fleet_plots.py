@@ -59,13 +59,14 @@ def draw(fleets: Mapping[str, Fleet], moved: Mapping[str, Sequence[float]], used
         folder: Folder for the files.
     """
     with mpl.rc_context(STYLE):
-        _save(_waits(fleets), folder / "fleet-waits.svg")
-        _save(_load(next(iter(fleets.values()))), folder / "fleet-load.svg")
-        _save(_work(fleets, moved), folder / "fleet-work.svg")
-        _save(_servers(used, next(iter(fleets.values()))), folder / "fleet-servers.svg")
+        save(_waits(fleets), folder / "fleet-waits.svg")
+        save(_load(next(iter(fleets.values()))), folder / "fleet-load.svg")
+        save(_work(fleets, moved), folder / "fleet-work.svg")
+        save(_servers(used, next(iter(fleets.values()))), folder / "fleet-servers.svg")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure as an SVG file with the colors of both themes."""
     figure.tight_layout()
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None})

@@ -25,7 +25,7 @@ from teleloader_shared.text import short
 MAX_SOURCES: Final = 1024
 MAX_PERIOD: Final = 2**20
 """Maximum sum of the whole weights: decimal weights with up to 6 digits are exact."""
-MAX_SLOTS: Final = 2**23
+MAX_SLOTS: Final = 2**22
 """Maximum size of the tables of a mixture, in samples; bounds the time to prepare them to seconds."""
 MAX_POSITION: Final = 2**62
 _TOLERANCE: Final = Fraction(1, 10**12)

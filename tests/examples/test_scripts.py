@@ -24,6 +24,15 @@ def test_a_plain_pytorch_loop(start_server: StartServer) -> None:
     assert "on 256 images" in printed
 
 
+def test_a_mixture_of_two_sources() -> None:
+    """Each half of the epoch has the proportions of its stage, across an interruption."""
+    need("torch")
+    printed = run_example("examples/mixture.py")
+    assert "interrupted after 60 batches" in printed
+    assert "batches 0 to 79: 800 of 4000 samples are code, 10 to 10 per batch" in printed
+    assert "batches 80 to 159: 2000 of 4000 samples are code, 25 to 25 per batch" in printed
+
+
 def test_torch_decides_the_order_of_a_plain_loop(start_server: StartServer) -> None:
     """The same ``torch.manual_seed`` gives the same output with any number of the server's workers."""
     need("torch")

@@ -39,8 +39,10 @@ tables, whose size depends on the period and the number of stages, and not on th
   with it; and at the beginning if in each initial part the open occurrences fit in it, which holds because the
   assignment continues after the head; all other windows are met by the fractional assignment.
 - Before the next stage, deadlines depend on the coming weights. The last D to 2 * D positions (the *tail*) are
-  therefore a table again. Occurrences of A end within D positions, before the tail does, so A is possible at its
-  beginning, too. A stage shorter than 4 * D is one table.
+  therefore a table again. Up to D positions after its beginning, the open occurrences with deadlines are those of a
+  cycle, and fit. Later, each source with a weight has I >= c again, so that their number is that after the head, less D
+  per cycle, for as many positions less: they fit because the assignment after the head can be continued. (A source with
+  weight 0 has no occurrences in the cycle, and remains ahead or not.) A stage shorter than 4 * D is one table.
 
 So a position is located by a division and a look-up. All arithmetic is on integers.
 
@@ -233,7 +235,7 @@ def _earliest_deadlines(firsts: list[int], keys: list[int], sources: int, length
     return found
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def interleaving(stages: Stages) -> Interleaving:
     """Return the interleaving of a schedule of weights; the last ones are kept."""
     return Interleaving(stages)
