@@ -25,7 +25,14 @@ from teleloader.transport.selection import fakes
 from teleloader.transport.tracing import RequestTrace
 from teleloader_shared import codec, local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, BatchId, Frame, Memory
-from teleloader_shared.errors import DatasetChanged, ProtocolError, ServerUnavailable, UnknownDataset, UnknownLoader
+from teleloader_shared.errors import (
+    DatasetChanged,
+    InvalidSpec,
+    ProtocolError,
+    ServerUnavailable,
+    UnknownDataset,
+    UnknownLoader,
+)
 from teleloader_shared.messages import ConsumerReport, DatasetInfo, Registration
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.ranges import BatchRanges
@@ -139,6 +146,8 @@ class _InProcessServer(BatchServer):
 
     def register(self, spec: LoaderSpec, epoch: int) -> Registration:
         fake, info = self._fake, self.dataset(spec.dataset)
+        if spec.mixture is not None:
+            raise InvalidSpec("FakeServer does not support a Mixture: use teleloader_server.serve()")
         if spec.fingerprint not in (None, info.fingerprint):
             raise DatasetChanged(
                 f"dataset {info.name!r} has fingerprint {info.fingerprint}, and the loader was created for "

@@ -6,8 +6,10 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -21,8 +23,11 @@ from teleloader import (
     StateMismatch,
     UnknownDataset,
 )
+from teleloader.testing import FakeServer
 from teleloader_server import serve
+from tests.conftest import StartServer
 
+NOISY = "tests.end_to_end.augmenting:Noisy"
 WEB, CODE = 90, 40
 SCHEDULE = {0: {"web": 3, "code": 1}, 60: {"web": 1, "code": 1}}
 
@@ -152,6 +157,40 @@ def test_a_state_of_other_weights_is_refused() -> None:
         other.load_state_dict(state)
 
 
+@pytest.mark.parametrize("seeding", ["batch", "sample"])
+def test_batches_do_not_depend_on_the_workers(tmp_path: Path, start_server: StartServer, seeding: str) -> None:
+    """Forked workers, and workers that build each source themselves, draw the same numbers, generators too."""
+    epochs = []
+    for start_method, workers in (("fork", "1"), ("spawn", "2")):
+        config = tmp_path / f"{start_method}.toml"
+        settings = f'factory = "{NOISY}"\nseeding = "{seeding}"\nstart_method = "{start_method}"\n'
+        config.write_text("".join(f"[datasets.{name}]\n{settings}" for name in ("web", "code")))
+        server = start_server("--config", str(config), "--num-workers", workers)
+        sources = {name: RemoteDataset(server.url, name) for name in ("web", "code")}
+        loader = DataLoader(
+            Mixture(sources, {"web": 3, "code": 1}, samples=40), 4, output="numpy", shuffle=True, seed=2
+        )
+        epochs.append([np.array(batch).tolist() for batch in loader])
+    assert epochs[0] == epochs[1]
+    values = [str(sample) for batch in epochs[0] for sample in batch]
+    assert len(set(values)) == len(values)
+
+
+def test_large_batches_are_lent_in_shared_memory() -> None:
+    """A client on the server's machine receives the batches of a mixture in shared memory, as those of its sources."""
+    hosts = {name: [np.full(2**18, value) for value in range(8)] for name in ("web", "code")}
+    with hosted(hosts) as sources:
+        mixture = DataLoader(Mixture(sources, {"web": 1, "code": 1}), batch_size=2, seed=7)
+        lent = []
+        for loader in (mixture, DataLoader(sources["web"], batch_size=2, seed=7), mixture):
+            plan = loader.plan(len(lent) // 2)
+            for k, batch in enumerate(loader):
+                assert (batch == torch.from_numpy(plan[k] % 8)[:, None]).all()
+            consumers = httpx.get(f"{sources['web'].url}/stats").json()["consumers"]
+            lent.append(sum(consumer["batches_lent"] for consumer in consumers))
+    assert lent[0] > 0
+
+
 def test_the_epoch_of_a_source_is_that_of_each_batch() -> None:
     """A loader of one source in another epoch, on the same workers, does not change the epoch of the mixture."""
     with hosted(datasets()) as sources:
@@ -214,6 +253,14 @@ def test_a_source_of_another_server_is_refused() -> None:
         loader = DataLoader(Mixture({**first, **second}, {"web": 1, "code": 1}), batch_size=8, seed=7)
         with pytest.raises(UnknownDataset, match="unknown dataset 'code'"):
             batches(loader)
+
+
+def test_a_fake_server_has_no_mixtures() -> None:
+    """The message names the alternative."""
+    with FakeServer({"web": [1, 2], "code": [3]}) as fake:
+        sources = {name: RemoteDataset(fake.url, name) for name in ("web", "code")}
+        with pytest.raises(InvalidSpec, match="use teleloader_server"):
+            batches(DataLoader(Mixture(sources, {"web": 1, "code": 1}), seed=7))
 
 
 def test_invalid_mixtures_are_refused() -> None:
