@@ -29,8 +29,9 @@ myst_heading_anchors = 4
 # A link that leads nowhere is an error, but for what is documented elsewhere: whoever builds this may be offline
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(collections|contextlib|numpy|np|ray|torch|typing|datetime|pathlib)\..*"),
-    (r"py:class", "Batch|Compression|OnError|Output|Tail|Transform"),  # described with the argument
+    (r"py:.*", r"(collections|contextlib|fractions|numpy|np|ray|torch|typing|datetime|pathlib)\..*"),
+    # described with the argument
+    (r"py:class", "Batch|Compression|OnError|Output|StoppingStrategy|Tail|Transform|Weights"),
 ]
 
 default_role = "literal"

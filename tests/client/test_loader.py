@@ -186,8 +186,9 @@ def test_what_is_exported() -> None:
     """The list of public names changes only deliberately."""
     assert set(teleloader.__all__) == {
         "AccessDenied", "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged",
-        "DecodeError", "EncodeError", "Forbidden", "InvalidSpec", "LoaderStats", "LoaderTimeout", "Mixture", "ProtocolError",
-        "RemoteDataset", "RemoteError", "ServerUnavailable", "StateMismatch", "TeleloaderError", "TlsError",
+        "DecodeError", "EncodeError", "Forbidden", "InvalidSpec", "LoaderStats", "LoaderTimeout", "Mixture",
+        "ProtocolError", "RemoteDataset", "RemoteError", "ServerUnavailable", "StateMismatch", "TeleloaderError",
+        "TlsError",
         "TooManyErrors", "Unauthorized", "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied",
         "__version__", "register",
     }  # fmt: skip
