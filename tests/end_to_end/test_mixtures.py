@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,6 +149,14 @@ def test_a_run_resumes_at_any_batch_on_any_world_size(world_size: int) -> None:
             assert [sorted(batch) for batch in found[k:]] == [sorted(batch) for batch in whole[k:]]
 
 
+def test_a_copy_of_a_loader_yields_the_same_batches() -> None:
+    """Loaders of mixtures can be pickled, as those of other hosted datasets."""
+    with hosted(datasets()) as sources:
+        loader = DataLoader(Mixture(sources, SCHEDULE, samples=100), batch_size=8, seed=7, shuffle=True)
+        copied = pickle.loads(pickle.dumps(loader))
+        assert batches(copied) == batches(loader)
+
+
 def test_a_state_of_other_weights_is_refused() -> None:
     """A position is meaningless in another order: resuming names the argument that differs."""
     objects = datasets()
@@ -181,7 +190,7 @@ def test_large_batches_are_lent_in_shared_memory() -> None:
     hosts = {name: [np.full(2**18, value) for value in range(8)] for name in ("web", "code")}
     with hosted(hosts) as sources:
         mixture = DataLoader(Mixture(sources, {"web": 1, "code": 1}), batch_size=2, seed=7)
-        lent = []
+        lent: list[int] = []
         for loader in (mixture, DataLoader(sources["web"], batch_size=2, seed=7), mixture):
             plan = loader.plan(len(lent) // 2)
             for k, batch in enumerate(loader):

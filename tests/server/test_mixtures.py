@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from teleloader_server.dispatch.grants import Grants
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import HostedDataset, host
 from teleloader_server.loading.tasks import Task, indices_of
-from teleloader_server.permissions import ALL_SCOPES, Principal
+from teleloader_server.permissions import ALL_SCOPES, READ, Principal
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared.codec import BatchId
-from teleloader_shared.errors import DatasetChanged, Forbidden, InvalidSpec, UnknownDataset
+from teleloader_shared.errors import AccessDenied, DatasetChanged, Forbidden, InvalidSpec, UnknownDataset
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
@@ -64,6 +65,21 @@ def test_access_to_each_source_is_required() -> None:
                 service.batches(WITHOUT_CODE, request)
         finally:
             await service.close()
+
+    run(test())
+
+
+def test_a_request_ends_with_the_access_to_any_source() -> None:
+    """After a change of tokens, the right to the last source is checked again, too."""
+
+    async def test() -> None:
+        grants = Grants()
+        running = asyncio.create_task(grants.run())
+        ended: asyncio.Future[AccessDenied] = asyncio.get_running_loop().create_future()
+        with grants.hold(WITHOUT_CODE, READ, spec().datasets, ended.set_result):
+            grants.tokens_changed.set()
+            assert "read:code" in str(await ended)
+        running.cancel()
 
     run(test())
 
