@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_server.loading.tasks import GroupReport
+from teleloader_server.loading.tasks import CacheCounts, GroupReport
 from teleloader_server.workers import messages
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.messages import Done, Load, Message, decode, encode
@@ -19,7 +19,7 @@ times = st.lists(st.lists(st.floats(0)))
 substituted = st.lists(st.tuples(small, st.just([1, [[0, None, 5, "ValueError: x"]]])).map(list))
 reports = st.builds(
     GroupReport, st.lists(small), failed=st.booleans(), stages=times, cpu_wait=st.floats(0), substituted=substituted,
-    slowest=st.lists(st.none() | small),
+    slowest=st.lists(st.none() | small), cache=st.builds(CacheCounts, small, small, st.floats(0)),
 )  # fmt: skip
 STRATEGIES = {
     "int": small,
@@ -60,6 +60,7 @@ def test_a_message_is_decoded_as_it_was_encoded(kind: Any, data: st.DataObject) 
     assert type(received) is kind
     if isinstance(received, Done):
         assert type(received.report) is GroupReport
+        assert type(received.report.cache) is CacheCounts
 
 
 def test_each_message_has_a_code() -> None:
