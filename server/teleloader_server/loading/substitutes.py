@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from teleloader_server.loading.failures import message_of, type_of
-from teleloader_server.loading.tasks import Indices, Task, integer_of
-from teleloader_shared.codec import MAX_KEY, Substituted, Substitution
+from teleloader_server.loading.tasks import Indices, Task, key_of
+from teleloader_shared.codec import Substituted, Substitution
 from teleloader_shared.orders.replacement import replacement
 
 MAX_REPLACEMENTS: Final = 16
@@ -55,7 +55,7 @@ class Substitutes:
             replaced = self._replacement(position, error)
             if replaced is None:
                 return False
-        self._found[position] = Substitution(position, _key(self.listed[position]), replaced, _text(error))
+        self._found[position] = Substitution(position, key_of(self.listed[position]), replaced, _text(error))
         self._skipped += replaced is None
         return self._skipped < len(self.listed)
 
@@ -80,7 +80,7 @@ class Substitutes:
         found = replacement(task.spec.seed, epoch, task.spec.rank, batch, position, attempt, candidates)
         if task.spec.order != "client":
             return first + found
-        key = _key(self.listed[found])
+        key = key_of(self.listed[found])
         if key is None:
             error.add_note('on_error="replace" requires indices that are integers or strings: use on_error="skip"')
         return key
@@ -126,18 +126,3 @@ class Substitutes:
 def _text(error: Exception) -> str:
     text = f"{type_of(error)}: {message_of(error)}"[:MAX_MESSAGE]
     return text.encode("utf-8", "backslashreplace").decode()[:MAX_MESSAGE]
-
-
-def _key(index: Any) -> int | str | None:
-    """Return an index in the form in which records contain it; None if it is neither an integer nor a short string."""
-    if isinstance(index, str):
-        return index if len(index) <= MAX_KEY and _is_unicode(index) else None
-    return integer_of(index)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # lone surrogates
-        return False
-    return True

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading import index_lists
 from teleloader_server.loading.datasets import HostedDataset
-from teleloader_shared.codec import MAX_INDICES, BatchId, FrameWriter, Substituted
+from teleloader_shared.codec import MAX_INDICES, MAX_KEY, BatchId, FrameWriter, Substituted
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 
@@ -114,6 +114,17 @@ def integer_of(index: Any) -> int | None:
     except TypeError:
         return None
     return found if -(2**63) < found < 2**63 else None
+
+
+def key_of(index: Any) -> int | str | None:
+    """Return an index as records and caches contain it; None if it is neither an integer nor a short string."""
+    if not isinstance(index, str):
+        return integer_of(index)
+    try:
+        index.encode()
+    except UnicodeEncodeError:  # lone surrogates
+        return None
+    return index if len(index) <= MAX_KEY else None
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
