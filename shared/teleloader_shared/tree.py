@@ -18,6 +18,7 @@ from itertools import repeat
 from types import MappingProxyType, MemberDescriptorType
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, SupportsIndex
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
@@ -211,8 +212,7 @@ class _Describer:
         if exact in _DICTS:
             return {_DICTS[exact]: self._pairs(value, path, depth)}
         if exact is set or exact is frozenset:
-            self._count(value, path)
-            return {exact.__name__: [self._key(item, f"an element of {path}", depth) for item in value]}
+            return {exact.__name__: self._elements(value, path, depth)}
         if exact is deque:
             return {"deque": [value.maxlen, self._items(value, path, depth)]}
         if exact is tuple or is_nameless_tuple(exact):
@@ -265,6 +265,22 @@ class _Describer:
         self._count(items, path)
         return [self.describe(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
 
+    def _elements(self, value: Collection[Any], path: str, depth: int) -> list[Any]:
+        """Return the nodes of a set, sorted: the order of iteration differs between processes (PYTHONHASHSEED)."""
+        self._count(value, path)
+        start = len(self.leaves)
+        found = []
+        for item in value:
+            node = self._key(item, f"an element of {path}", depth)
+            leaves = self.leaves[start:]
+            del self.leaves[start:]
+            # lone surrogates are rejected later, together with those outside of sets
+            packed = msgpack.packb(node, unicode_errors="surrogatepass")
+            found.append((packed, [_bytes(leaf) for leaf in leaves], node, leaves))
+        found.sort(key=operator.itemgetter(0, 1))
+        self.leaves.extend(leaf for *_, leaves in found for leaf in leaves)
+        return [node for _, _, node, _ in found]
+
     def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[list[Any]]:
         self._count(value, path, 2)
         return [
@@ -291,6 +307,12 @@ class _Describer:
         self._count(names, path)
         nodes = [self.describe(item, f"{path}.{name}", depth + 1) for name, item in zip(names, items, strict=True)]
         return [str(exact.__module__), exact.__qualname__, list(names), nodes]
+
+
+def _bytes(leaf: Leaf) -> bytes:
+    out: NDArray[Any] = np.empty(leaf.shape, dtypes.storage(leaf.dtype_name))
+    leaf.write(out)
+    return out.tobytes()
 
 
 def _describe_numbers(value: Any, path: str) -> Any:
