@@ -425,11 +425,15 @@ def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
 
 
 def _lines(value: object) -> str:
-    """Return the lines that register a type."""
-    name = type(value).__qualname__
+    """Return the lines that register a type; instead of torch.Tensor, a subclass must be registered."""
+    name, full_name = type(value).__qualname__, _type_name(value)
+    lines = ""
+    if full_name == "torch.Tensor":
+        name, full_name = "MyTensor", "my_package.MyTensor"
+        lines = "class MyTensor(torch.Tensor): ...\n"
     return (
-        "from teleloader_shared import register\n"
-        f"register({name}, {_type_name(value)!r}, to_plain=lambda value: ..., from_plain=lambda plain: {name}(...))"
+        f"{lines}from teleloader_shared import register\n"
+        f"register({name}, {full_name!r}, to_plain=lambda value: ..., from_plain=lambda plain: {name}(...))"
     )
 
 
@@ -471,7 +475,7 @@ def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf | TypeEn
 
 
 def _check_array_class(array: NDArray[Any], path: str) -> None:
-    """Reject subclasses of np.ndarray that have attributes, or other methods than arrays."""
+    """Reject np.recarray, np.chararray, np.matrix, and attributes; instances of other subclasses become arrays."""
     for base in type(array).__mro__:
         if base.__module__.partition(".")[0] == "numpy" and base.__name__ in ("recarray", "chararray", "matrix"):
             _reject_array(array, f"np.{base.__name__}", path)
@@ -493,7 +497,7 @@ def _tensor_leaf(torch: Any, tensor: Any, path: str) -> ArrayLeaf | TypeEntry:
         )
     if tensor.is_nested or tensor.layout is not torch.strided:
         return NESTED if tensor.is_nested else SPARSE
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not torch.Tensor or tensor.__dict__:
         _check_attributes(tensor, (), path)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     name = str(tensor.dtype).removeprefix("torch.")
