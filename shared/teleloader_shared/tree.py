@@ -143,13 +143,19 @@ def layout(batch: object, leaves: list[Leaf], depth: int = 0) -> Hashable | None
     return leaf.dtype_name, leaf.shape, leaf.kind
 
 
-def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
+def unflatten(node: object, make_leaf: MakeLeaf, *, generate_classes: bool = True) -> Any:
     """Reconstruct a batch from a tree of msgpack types; `make_leaf` is called for each array, in order.
 
+    Args:
+        node: The tree.
+        make_leaf: Returns the array with the given dtype, shape and kind.
+        generate_classes: Whether classes of namedtuples and dataclasses that this process lacks are generated.
+
     Raises:
+        DecodeError: If a value cannot be restored.
         ProtocolError: If `node` is not a valid tree.
     """
-    return _Builder(make_leaf, RecordTypes(), _Budget()).build(node, 0)
+    return _Builder(make_leaf, RecordTypes(generate=generate_classes), _Budget()).build(node, 0)
 
 
 class _Budget:

@@ -316,9 +316,10 @@ def _decoded(frame: bytes) -> Any:
     """Return the sample in a frame, in memory of its own.
 
     Raises:
-        TeleloaderError: If the frame is damaged, or a type in it is not registered.
+        TeleloaderError: If the frame is damaged, or a type in it is not registered or not imported.
     """
-    content = codec.read(TorchMemory(np.frombuffer(bytearray(frame), np.uint8))).content
+    # a generated class would differ from that of computed samples: the dataset may import its class later
+    content = codec.read(TorchMemory(np.frombuffer(bytearray(frame), np.uint8)), generate_classes=False).content
     if isinstance(content, Failure):
         raise TeleloaderError(content.message)
     return content
