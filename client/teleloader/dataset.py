@@ -173,10 +173,10 @@ class RemoteDataset:
         return info.length
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        """Return one sample of a map-style dataset, as ``DataLoader(..., batch_size=None)`` yields it.
+        """Return one sample of a map-style dataset, as ``DataLoader(..., batch_size=None)`` yields it in epoch 0.
 
-        Each call sends a request. To fetch several samples together, use `__getitems__`; for training use a
-        `DataLoader`.
+        Each call sends a request, and random augmentation of a sample is the same in each call. To fetch several
+        samples together, use `__getitems__`; for training use a `DataLoader`.
 
         Args:
             index: Index of the sample; negative indices count from the end.
@@ -192,6 +192,7 @@ class RemoteDataset:
         """Return several samples, equal to ``[dataset[index] for index in indices]``, with a common request.
 
         torch's `DataLoader`, `Subset` and `random_split` call this method with the indices of a batch. The samples are
+        always those of epoch 0, so random augmentation is the same in each epoch of torch's `DataLoader`. They are
         computed by all workers of the server. All calls in a process share a registration with the server, and each
         thread that calls concurrently uses a connection, which stays open until the dataset is garbage-collected.
 

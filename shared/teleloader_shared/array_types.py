@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from teleloader_shared.plain_values import (
     ANY,
     TypeEntry,
+    check_lost,
     exact,
     kinds_of,
     listed,
@@ -97,6 +98,7 @@ ARRAY: Final = TypeEntry("numpy.ndarray", _array_to_plain, _array_from_plain)
 
 
 def _sparse_to_plain(tensor: Any) -> list[Any]:
+    check_lost(vars(tensor))
     layout = str(tensor.layout).removeprefix("torch.")
     tensor = tensor.detach()
     if layout == "sparse_coo":
@@ -130,6 +132,7 @@ def _sparse_from_plain(plain: Any) -> Any:
 
 
 def _nested_to_plain(tensor: Any) -> list[Any]:
+    check_lost(name for name in vars(tensor) if not name.startswith("_"))
     tensor = tensor.detach()
     if tensor.layout is loaded("torch").strided:
         return ["strided", list(tensor.unbind())]

@@ -555,15 +555,22 @@ def read_all(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES, *, verifi
         start += envelope.size
 
 
-def read(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES) -> Frame:
-    """Decode the single frame that fills `memory`; arguments and errors are those of `read_all`."""
+def read(memory: Memory, max_bytes: int = DEFAULT_MAX_BATCH_BYTES, *, generate_classes: bool = True) -> Frame:
+    """Decode the single frame that fills `memory`; errors and other arguments are those of `read_all`.
+
+    Args:
+        memory: Exactly the bytes of the frame.
+        max_bytes: Maximum total size of the decompressed arrays, in bytes.
+        generate_classes: Whether classes of namedtuples and dataclasses that this process lacks are generated; if
+            not, the frame becomes a failure.
+    """
     envelope = open_frame(memory.data.data, 0, _header_limit(max_bytes))
     if envelope.size != len(memory.data):
         raise ProtocolError(f"invalid frame: expected {envelope.size:,} bytes, got {len(memory.data):,}")
-    return _decode(memory, envelope, max_bytes)
+    return _decode(memory, envelope, max_bytes, generate_classes=generate_classes)
 
 
-def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
+def _decode(memory: Memory, envelope: Envelope, max_bytes: int, *, generate_classes: bool = True) -> Frame:
     """Decode the frame that fills `memory`."""
     size, values, packed = envelope
     header_size = len(packed)
@@ -580,7 +587,7 @@ def _decode(memory: Memory, envelope: Envelope, max_bytes: int) -> Frame:
         content = _read_end(header["end"])
     elif "tree" in header:
         try:
-            content = unflatten(header["tree"], segments.take)
+            content = unflatten(header["tree"], segments.take, generate_classes=generate_classes)
         except DecodeError as error:  # of this batch alone: the next one may be valid
             failure = Failure(f"{PUBLIC_MODULE}.{DecodeError.__name__}", str(error), "", [], -1)
             return Frame(batch_id, failure, 0, size, None, size + HEADER_COST * header_size)

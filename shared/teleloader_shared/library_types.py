@@ -86,6 +86,7 @@ def _image_to_plain(image: Any) -> list[Any]:
     files = sys.modules.get("PIL.ImageFile")
     if files is None or not isinstance(image, files.ImageFile):  # of a file, an image has more, as documented
         check_lost(vars(image).keys() - vars(module.Image()).keys())
+    _check_exif(image)
     nbytes = _image_size(image.mode, image.size)
     data = np.frombuffer(image.tobytes(), np.uint8)
     if data.nbytes != nbytes:
@@ -94,6 +95,29 @@ def _image_to_plain(image: Any) -> list[Any]:
     if image.mode in ("P", "PA") and image.palette is not None:
         palette = [image.palette.mode, bytes(image.getpalette(image.palette.mode))]
     return [image.mode, list(image.size), image.info, palette, data]
+
+
+def _check_exif(image: Any) -> None:
+    """Raise UnsupportedValue if the Exif data were changed: like a pickled image, a sent one has only those in `info`.
+
+    Nothing is parsed for images whose `getexif` was not called, nor for TIFF files, whose Exif data are not in `info`.
+    """
+    exif = getattr(image, "_exif", None)
+    if exif is None or not getattr(exif, "_loaded", False) or hasattr(image, "tag_v2"):
+        return
+    stored = loaded("PIL.Image").Image()
+    stored.info = image.info
+    try:
+        expected = stored.getexif()
+        for tag in exif._ifds:  # `tobytes` writes some directories only after they were read
+            expected.get_ifd(tag)
+        content = expected.tobytes()
+    except Exception:  # noqa: BLE001 - data that Pillow can read, but not write, cannot be compared
+        return
+    if exif.tobytes() != content:
+        raise UnsupportedValue(
+            "changes of image.getexif() would be lost: set image.info['exif'] = image.getexif().tobytes()"
+        )
 
 
 def _image_from_plain(plain: Any) -> Any:

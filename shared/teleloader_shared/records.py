@@ -20,7 +20,7 @@ from keyword import iskeyword
 from types import MemberDescriptorType, ModuleType
 from typing import Any, Final
 
-from teleloader_shared.errors import ProtocolError
+from teleloader_shared.errors import DecodeError, ProtocolError
 from teleloader_shared.text import short
 
 
@@ -72,6 +72,10 @@ class RecordTypes:
 
     The limits bound the time that a peer can make the decoder spend. The methods `namedtuple` and `dataclass` raise
     `ProtocolError` if a limit is exceeded or a name is invalid.
+
+    Args:
+        generate: Whether a class is generated if it is not imported or does not match; otherwise, the methods raise
+            `DecodeError`.
     """
 
     MOST: Final = 64
@@ -80,7 +84,8 @@ class RecordTypes:
     """Maximum total number of fields of these types: each field adds 0.1 ms."""
     LIMIT: Final = f"{MOST} namedtuple and dataclass types, or {MOST_FIELDS:,} fields in total"
 
-    def __init__(self) -> None:
+    def __init__(self, *, generate: bool = True) -> None:
+        self._generate = generate
         self._known: dict[Any, Any] = {}
         self._fields = 0
 
@@ -93,12 +98,14 @@ class RecordTypes:
 
     def namedtuple(self, module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
         """Return the namedtuple type with the given name and fields, from the cache or from `namedtuple_type`."""
-        found: type[tuple[Any, ...]] = self._type(namedtuple_type, module, qualname, fields, hashed=hashed)
+        found: type[tuple[Any, ...]] = self._type(
+            namedtuple_type, module, qualname, fields, hashed=hashed, generate=self._generate
+        )
         return found
 
     def dataclass(self, module: str, qualname: str, fields: tuple[str, ...]) -> type:
         """Return the dataclass with the given name and fields, from the cache or from `dataclass_type`."""
-        found: type = self._type(dataclass_type, module, qualname, fields)
+        found: type = self._type(dataclass_type, module, qualname, fields, generate=self._generate)
         return found
 
     def _type(self, find: Callable[..., Any], *wanted: Any, **options: Any) -> Any:
@@ -111,7 +118,9 @@ class RecordTypes:
         return found
 
 
-def namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool) -> type[tuple[Any, ...]]:
+def namedtuple_type(
+    module: str, qualname: str, fields: tuple[str, ...], *, hashed: bool, generate: bool = True
+) -> type[tuple[Any, ...]]:
     """Return the namedtuple type with the given name and fields: the imported class if it matches, else a new class.
 
     Args:
@@ -119,13 +128,17 @@ def namedtuple_type(module: str, qualname: str, fields: tuple[str, ...], *, hash
         qualname: Qualified name of the sender's class.
         fields: Names of its fields.
         hashed: Whether instances become dict keys or set elements, so that a ``__hash__`` of the class would run.
+        generate: Whether a new class is allowed.
 
     Raises:
+        DecodeError: If a new class is necessary and not allowed.
         ProtocolError: If the names are not valid for a namedtuple.
     """
     found = find_class(module, qualname, type, ABCMeta)
     if found is not None and _is_namedtuple_type(found, fields, hashed=hashed):
         return found
+    if not generate:
+        raise _not_found(module, qualname)
     return _make_namedtuple(last_name(qualname), fields)
 
 
@@ -157,15 +170,18 @@ def _make_namedtuple(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]
     return made
 
 
-def dataclass_type(module: str, qualname: str, fields: tuple[str, ...]) -> type:
+def dataclass_type(module: str, qualname: str, fields: tuple[str, ...], *, generate: bool = True) -> type:
     """Return the dataclass with the given name and fields: the imported class if it matches, else a new class.
 
     Raises:
+        DecodeError: If a new class is necessary and `generate` is False.
         ProtocolError: If the names are not valid for a dataclass.
     """
     found = find_class(module, qualname, type, ABCMeta)
     if found is not None and _is_dataclass_type(found, fields):
         return found
+    if not generate:
+        raise _not_found(module, qualname)
     return _make_dataclass(last_name(qualname), fields)
 
 
@@ -199,6 +215,13 @@ def _make_dataclass(name: str, fields: tuple[str, ...]) -> type:
     except (TypeError, ValueError, SyntaxError) as error:
         raise ProtocolError(f"invalid dataclass {short(name)} with fields {short(fields)}: {error}") from None
     return made
+
+
+def _not_found(module: str, qualname: str) -> DecodeError:
+    return DecodeError(
+        f"cannot restore an instance of {short(f'{module}.{qualname}')}: the class is not imported in this process, or "
+        "differs from that of the sender. Define the class at the top level of a module, and import this module"
+    )
 
 
 def instance(kind: type, fields: Iterable[str], values: Iterable[Any]) -> Any:

@@ -18,6 +18,7 @@ from itertools import repeat
 from types import MappingProxyType, MemberDescriptorType
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, SupportsIndex
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
@@ -142,13 +143,19 @@ def layout(batch: object, leaves: list[Leaf], depth: int = 0) -> Hashable | None
     return leaf.dtype_name, leaf.shape, leaf.kind
 
 
-def unflatten(node: object, make_leaf: MakeLeaf) -> Any:
+def unflatten(node: object, make_leaf: MakeLeaf, *, generate_classes: bool = True) -> Any:
     """Reconstruct a batch from a tree of msgpack types; `make_leaf` is called for each array, in order.
 
+    Args:
+        node: The tree.
+        make_leaf: Returns the array with the given dtype, shape and kind.
+        generate_classes: Whether classes of namedtuples and dataclasses that this process lacks are generated.
+
     Raises:
+        DecodeError: If a value cannot be restored.
         ProtocolError: If `node` is not a valid tree.
     """
-    return _Builder(make_leaf, RecordTypes(), _Budget()).build(node, 0)
+    return _Builder(make_leaf, RecordTypes(generate=generate_classes), _Budget()).build(node, 0)
 
 
 class _Budget:
@@ -211,8 +218,7 @@ class _Describer:
         if exact in _DICTS:
             return {_DICTS[exact]: self._pairs(value, path, depth)}
         if exact is set or exact is frozenset:
-            self._count(value, path)
-            return {exact.__name__: [self._key(item, f"an element of {path}", depth) for item in value]}
+            return {exact.__name__: self._elements(value, path, depth)}
         if exact is deque:
             return {"deque": [value.maxlen, self._items(value, path, depth)]}
         if exact is tuple or is_nameless_tuple(exact):
@@ -265,6 +271,22 @@ class _Describer:
         self._count(items, path)
         return [self.describe(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
 
+    def _elements(self, value: Collection[Any], path: str, depth: int) -> list[Any]:
+        """Return the nodes of a set, sorted: the order of iteration differs between processes (PYTHONHASHSEED)."""
+        self._count(value, path)
+        start = len(self.leaves)
+        found = []
+        for item in value:
+            node = self._key(item, f"an element of {path}", depth)
+            leaves = self.leaves[start:]
+            del self.leaves[start:]
+            # lone surrogates are rejected later, together with those outside of sets
+            packed = msgpack.packb(node, unicode_errors="surrogatepass")
+            found.append((packed, [_bytes(leaf) for leaf in leaves], node, leaves))
+        found.sort(key=operator.itemgetter(0, 1))
+        self.leaves.extend(leaf for *_, leaves in found for leaf in leaves)
+        return [node for _, _, node, _ in found]
+
     def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[list[Any]]:
         self._count(value, path, 2)
         return [
@@ -291,6 +313,12 @@ class _Describer:
         self._count(names, path)
         nodes = [self.describe(item, f"{path}.{name}", depth + 1) for name, item in zip(names, items, strict=True)]
         return [str(exact.__module__), exact.__qualname__, list(names), nodes]
+
+
+def _bytes(leaf: Leaf) -> bytes:
+    out: NDArray[Any] = np.empty(leaf.shape, dtypes.storage(leaf.dtype_name))
+    leaf.write(out)
+    return out.tobytes()
 
 
 def _describe_numbers(value: Any, path: str) -> Any:
@@ -403,11 +431,15 @@ def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
 
 
 def _lines(value: object) -> str:
-    """Return the lines that register a type."""
-    name = type(value).__qualname__
+    """Return the lines that register a type; instead of torch.Tensor, a subclass must be registered."""
+    name, full_name = type(value).__qualname__, _type_name(value)
+    lines = ""
+    if full_name == "torch.Tensor":
+        name, full_name = "MyTensor", "my_package.MyTensor"
+        lines = "class MyTensor(torch.Tensor): ...\n"
     return (
-        "from teleloader_shared import register\n"
-        f"register({name}, {_type_name(value)!r}, to_plain=lambda value: ..., from_plain=lambda plain: {name}(...))"
+        f"{lines}from teleloader_shared import register\n"
+        f"register({name}, {full_name!r}, to_plain=lambda value: ..., from_plain=lambda plain: {name}(...))"
     )
 
 
@@ -449,7 +481,7 @@ def _array_leaf(array: NDArray[Any], kind: str, path: str) -> ArrayLeaf | TypeEn
 
 
 def _check_array_class(array: NDArray[Any], path: str) -> None:
-    """Reject subclasses of np.ndarray that have attributes, or other methods than arrays."""
+    """Reject np.recarray, np.chararray, np.matrix, and attributes; instances of other subclasses become arrays."""
     for base in type(array).__mro__:
         if base.__module__.partition(".")[0] == "numpy" and base.__name__ in ("recarray", "chararray", "matrix"):
             _reject_array(array, f"np.{base.__name__}", path)
@@ -471,7 +503,7 @@ def _tensor_leaf(torch: Any, tensor: Any, path: str) -> ArrayLeaf | TypeEntry:
         )
     if tensor.is_nested or tensor.layout is not torch.strided:
         return NESTED if tensor.is_nested else SPARSE
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not torch.Tensor or tensor.__dict__:
         _check_attributes(tensor, (), path)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     name = str(tensor.dtype).removeprefix("torch.")

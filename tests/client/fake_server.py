@@ -13,12 +13,21 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-from teleloader_server.loading.index_lists import IndexMemory
 from teleloader_shared import codec
 from teleloader_shared.codec import BatchId, End, to_bytes
 from teleloader_shared.messages import DATASETS_PATH, HEALTH_PATH, LOADERS_PATH
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
+
+
+class IndexMemory(codec.Bits):
+    """Buffer for index lists, like the server's own, which cannot be imported where the server does not run."""
+
+    def leaf(self, offset: int, dtype_name: str, shape: tuple[int, ...], kind: str) -> Any:
+        """Return a tensor as a list of integers, and other arrays unchanged."""
+        bits = super().leaf(offset, dtype_name, shape, kind)
+        return bits.tolist() if kind == "tensor" else bits
+
 
 INFO = {
     "name": "fake", "kind": "map", "type": "Fake", "length": 8, "version": "", "fingerprint": "f",

@@ -7,6 +7,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
@@ -33,7 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "prefetch_factor": None,
     "persistent_workers": False,
 }
-CPUS = len(os.sched_getaffinity(0))
+CPUS = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 class Unsized:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import mmap
 import os
@@ -14,14 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+if sys.platform != "linux":
+    pytest.skip("requires memfd", allow_module_level=True)
+
+import fcntl
+
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.handoff import LoanChannel
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.errors import CorruptFrame
 from teleloader_shared.handoff import GIVE_BACK, LOAN
 from tests.conftest import need
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="requires memfd")
 
 SIZE = 2**20 + 64
 SLOT = 2**20 + 4096

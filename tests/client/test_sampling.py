@@ -22,10 +22,10 @@ from teleloader.sampling import (
     is_torchs_own,
     make_samplers,
 )
-from teleloader_server.loading.index_lists import IndexMemory
 from teleloader_shared import codec
 from teleloader_shared.codec import BatchId
 from teleloader_shared.errors import StateMismatch
+from tests.client.fake_server import IndexMemory
 from tests.conftest import need
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,6 @@ from teleloader_shared.codec import BatchId, End, Failure, Frame, to_bytes
 from teleloader_shared.errors import StateMismatch
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import MAX_STATES, LoaderSpec
-from tests.server.bench import Bench
 
 STREAM: dict[str, Any] = {"session": "mine", "batch_size": 2}
 
@@ -39,9 +39,12 @@ class Stating:
         """Ignore the state."""
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the server requires Linux")
 @pytest.mark.parametrize("options", [{}, {"checksum": False}, {"compression": "zstd"}], ids=str)
 def test_clients_and_workers_keep_the_same_record(options: dict[str, Any]) -> None:
     """Client and worker record the same batches, without failures and the end, in single and combined responses."""
+    from tests.server.bench import Bench
+
     bench = Bench(Stating())
     raw: list[tuple[Frame, Any]] = []
     for k in range(11):

@@ -124,7 +124,7 @@ def output_of(code: str, *arguments: str) -> str:
     packages = f"import sys; sys.path += {sys.path!r}\n"
     command = [sys.executable, "-S", "-c", packages + code, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr
     return done.stdout
 
 
@@ -139,6 +139,37 @@ def test_the_client_needs_nothing_that_only_linux_has(platform: str, output: str
     need(output)
     server = start_server(f"{TARGET}many", "--num-workers", "1")
     assert output_of(REMOVE + LOAD, platform, server.url, output) == f"loaded on {platform}\n"
+
+
+COLLECT = """
+import shlex
+from types import ModuleType
+
+missing = [name for name in sys.modules if sys.modules[name] is None]
+for name in missing:
+    del sys.modules[name]
+sys.platform = "linux"
+import concurrent.futures.process, hypothesis, ml_dtypes, numpy.testing, PIL.Image, pytest, trustme
+
+sys.platform = PLATFORM
+missing += ["fastapi", "httptools", "prometheus_client", "tomlkit", "torch", "uvicorn", "uvloop", "watchfiles"]
+sys.modules.update({**dict.fromkeys(missing), "psutil": ModuleType("psutil")})
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+sys.path.insert(0, "")
+plugins = "-p pytest_asyncio.plugin -p pytest_timeout -p no:cacheprovider"
+sys.exit(pytest.main(shlex.split(f"--collect-only -qq --capture=no {plugins} {sys.argv[1]}")))
+"""
+"""Program that collects tests without torch and the libraries of the server; the libraries of the tests are Linux's."""
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_the_tests_of_other_platforms_can_be_collected(platform: str) -> None:
+    """No module of the tests in the workflow's job `client` fails when it is imported on the platform."""
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
+    _, job = workflow.split("python -m pytest ")
+    collected = output_of(REMOVE + COLLECT, platform, " ".join(job.split()))
+    assert "tests/client/test_receiver.py" in collected
+    assert "tests/client/test_loader.py" not in collected
 
 
 KEEPALIVE = """

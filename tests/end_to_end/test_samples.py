@@ -92,6 +92,17 @@ def test_random_numbers_are_those_of_single_requests(server: ServerProcess) -> N
     assert str(together) == str([remote[9], remote[3], remote[39]])
 
 
+def test_random_numbers_are_the_same_in_each_epoch_of_torchs_loader(server: ServerProcess) -> None:
+    """Single samples are always those of epoch 0, unlike those of later epochs of teleloader's own loader."""
+    from torch.utils.data import DataLoader as TorchLoader
+
+    remote: Any = RemoteDataset(server.url, "augmented")
+    theirs, ours = TorchLoader(remote, None), DataLoader(remote, None)
+    epochs = [str(list(theirs)) for _ in range(2)]
+    assert epochs[0] == epochs[1] == str(list(ours))
+    assert str(list(ours)) != epochs[0]
+
+
 def test_a_failed_sample_fails_its_batch_of_torchs_loader(server: ServerProcess) -> None:
     """The exception of the sample is raised, with and without workers of torch."""
     from torch.utils.data import DataLoader as TorchLoader

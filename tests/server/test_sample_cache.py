@@ -108,6 +108,33 @@ def test_samples_have_the_same_types_whether_computed_or_read(tmp_path: Path) ->
     assert dataset[0]["array"].sum() == 15
 
 
+def test_samples_have_the_classes_of_the_dataset_before_it_imports_them(tmp_path: Path) -> None:
+    """In each process: until the dataset has imported the class of a stored sample, samples are computed."""
+    (tmp_path / "classes.py").write_text(
+        "from collections import namedtuple; from dataclasses import dataclass\n"
+        "Pt = namedtuple('Pt', 'x y')\n"
+        "@dataclass\n"
+        "class Box:\n"
+        "    low: int\n"
+    )
+    program = (
+        "import sys; from teleloader_server import CachedDataset\n"
+        "class Points:\n"
+        "    def __len__(self): return 3\n"
+        "    def __getitem__(self, index):\n"
+        "        import classes\n"
+        "        return classes.Pt(index, {'box': classes.Box(index)})\n"
+        "dataset = CachedDataset(Points(), 'cache', version='1', max_bytes=2**20)\n"
+        "found = [dataset[index] for index in range(3)]\n"
+        "import classes\n"
+        "assert {(type(point), type(point.y['box'])) for point in found} == {(classes.Pt, classes.Box)}, found\n"
+        "assert found == [(index, {'box': classes.Box(index)}) for index in range(3)]\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True)
+
+
 def test_tensors_stay_tensors(tmp_path: Path) -> None:
     """In a process that has not imported torch yet, too."""
     torch = pytest.importorskip("torch")

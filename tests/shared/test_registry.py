@@ -388,6 +388,22 @@ def test_a_subclass_of_tensor_with_attributes_is_an_error() -> None:
         received(own)
 
 
+def test_attributes_of_a_tensor_are_an_error() -> None:
+    """They would be lost, for each layout."""
+    need("torch")
+    import torch
+
+    dense = torch.ones(2)
+    jagged = torch.nested.nested_tensor([dense, dense], layout=torch.jagged)
+    for tensor in (dense, dense.to_sparse(), jagged):
+        assert received(tensor).is_sparse == tensor.is_sparse
+        tensor.unit = "m"
+        with pytest.raises(EncodeError, match=r"(?s)attribute 'unit' .*would be lost.*\nregister\((My|Nested)Tensor,"):
+            received([tensor])
+    del dense.unit
+    assert received(dense).tolist() == [1, 1]
+
+
 # --- Pillow -------------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +426,34 @@ def test_images_arrive_unchanged() -> None:
     arrived = received(opened)
     assert type(arrived) is Image.Image
     assert arrived.info == opened.info
+
+
+def test_changed_exif_data_of_an_image_are_an_error() -> None:
+    """They would be lost; Exif data that were only read, or stored in `info`, arrive."""
+    from PIL import ExifTags, Image, ImageOps
+
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.ExposureTime] = 0.5
+    exif.get_ifd(ExifTags.IFD.GPSInfo)[ExifTags.GPS.GPSLatitudeRef] = "N"
+    file = io.BytesIO()
+    Image.new("RGB", (2, 3)).save(file, "JPEG", exif=exif)
+    image = Image.open(file)
+    for tag in ExifTags.IFD:
+        image.getexif().get_ifd(tag)
+    assert received(image).getexif()[ExifTags.Base.Orientation] == 6
+    turned = ImageOps.exif_transpose(image)
+    assert received(turned).getexif().get_ifd(ExifTags.IFD.Exif) == {ExifTags.Base.ExposureTime: 0.5}
+
+    image.getexif().get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.ExposureTime] = 0.25
+    with pytest.raises(EncodeError, match=r"changes of image\.getexif\(\) would be lost: set image\.info"):
+        received(image)
+    new = Image.new("RGB", (2, 2))
+    new.getexif()[ExifTags.Base.Orientation] = 6
+    with pytest.raises(EncodeError, match=r"changes of image\.getexif\(\) would be lost: set image\.info"):
+        received(new)
+    new.info["exif"] = new.getexif().tobytes()
+    assert received(new).getexif()[ExifTags.Base.Orientation] == 6
 
 
 def test_a_forged_image_allocates_no_more_than_it_has_pixels() -> None:

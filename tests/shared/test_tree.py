@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -839,6 +840,29 @@ def _is_read(node: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     except ProtocolError:
         return False
     return True
+
+
+def test_equal_sets_have_equal_bytes_in_all_processes() -> None:
+    """The order in which Python iterates a set depends on the process; the order in frames does not."""
+    program = (
+        "import numpy as np, pathlib, sys\n"
+        "from teleloader_shared import codec; from teleloader_shared.memory import NumpyMemory\n"
+        "words = ['one', 'two', 'three', 'four', 'five', 'six']\n"
+        "sets = [set(words), frozenset(map(str.encode, words)), {(word, len(word)) for word in words}]\n"
+        "sets += [{frozenset((word, None)) for word in words}, {pathlib.PurePosixPath(word) for word in words}]\n"
+        "sets += [{(word, np.int8(i)) for i, word in enumerate(words)}, set(map(np.float32, range(6)))]\n"
+        "frame = codec.to_bytes(codec.BatchId('', 0, 0), sets)\n"
+        "assert codec.read(NumpyMemory(np.frombuffer(frame, np.uint8))).content == sets\n"
+        "print(' '.join(map(str, sets)), file=sys.stderr)\n"
+        "print(frame.hex())"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
+        for seed in ("1", "2")
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs
+    assert runs[0].stderr != runs[1].stderr, "the order of iteration is the same in both processes"
+    assert runs[0].stdout == runs[1].stdout
 
 
 def test_reading_imports_nothing() -> None:

@@ -153,7 +153,7 @@ class CachedDataset:
                 self._check("computed", index, frame)
                 self._write(key, seconds, frame)
             _count(0, 1, 0.0)
-            return _decoded(frame, index)
+            return _decoded(frame, index, generate_classes=True)
         seconds, frame, sample = found
         saved = seconds - (time.perf_counter() - began)
         self._check("read", index, frame)
@@ -203,9 +203,10 @@ class CachedDataset:
         if found is None:
             return None
         try:
-            return *found, _decoded(found[1], key)
+            # computed samples have the dataset's classes, which it may import in __getitem__
+            return *found, _decoded(found[1], key, generate_classes=False)
         except TeleloaderError:
-            return None  # damaged: the sample is computed, and replaced in the file
+            return None  # the sample is computed, and replaced in the file
 
     def _write(self, key: int | str, seconds: float, frame: bytes) -> None:
         with self._lock:
@@ -378,13 +379,19 @@ def _batch_id(index: Any) -> BatchId:
     return BatchId(repr(key_of(index)), 0, 0)
 
 
-def _decoded(frame: bytes, index: Any) -> Any:
+def _decoded(frame: bytes, index: Any, *, generate_classes: bool) -> Any:
     """Return the sample in a frame, in memory of its own.
+
+    Args:
+        frame: The frame.
+        index: Index of the sample.
+        generate_classes: False to reject a record whose class this process has not imported.
 
     Raises:
         TeleloaderError: If the frame is damaged or belongs to another index, or a type in it is not registered.
     """
-    found = codec.read(TorchMemory(np.frombuffer(bytearray(frame), np.uint8)))
+    memory = TorchMemory(np.frombuffer(bytearray(frame), np.uint8))
+    found = codec.read(memory, generate_classes=generate_classes)
     if found.batch_id != _batch_id(index):
         raise TeleloaderError(f"the frame of sample {index!r} belongs to sample {found.batch_id.loader}")
     if isinstance(found.content, Failure):
