@@ -156,7 +156,7 @@ def test_failures_that_depend_on_random_numbers_do_not_affect_other_samples(unlu
 
 def drawn_by(batch: Any) -> list[int]:
     """Return the random number of each sample."""
-    return batch[:, 1].tolist()
+    return [int(drawn) for drawn in batch[:, 1]]
 
 
 @pytest.mark.parametrize("options", [{}, {"indices": list(range(40, 72))}], ids=["seeded", "sampler"])
