@@ -8,8 +8,8 @@
 
 Difference from the torch version: each worker passes its rank and the number of workers to the loader, which replaces
 ``ray.train.torch.prepare_data_loader`` and its DistributedSampler. The state of a loader with ``seed=`` is the same on
-all ranks: worker 0 adds it to the checkpoint. The resumed run receives the same batches as an uninterrupted one, and
-therefore ends with the same model.
+all ranks, except for the failed samples with ``on_error=``: worker 0 adds it to the checkpoint. The resumed run
+receives the same batches as an uninterrupted one, and therefore ends with the same model.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 
 Difference from the torch version: torchtitan's ``ParallelAwareDataloader`` derives from StatefulDataLoader, and stores
 a pickled state for each data-parallel rank. Here it derives from the loader, whose ``dp_rank`` and ``dp_world_size``
-are `rank` and `world_size`. With ``seed=``, the state is the same on all ranks, so a run can resume with another number
-of ranks if batch size times ranks remains the same.
+are `rank` and `world_size`. With ``seed=``, the state is the same on all ranks, except for the failed samples with
+``on_error=``, so a run can resume with another number of ranks if batch size times ranks remains the same.
 """
 
 import argparse

@@ -364,20 +364,27 @@ class DataLoader(Generic[Batch]):
     def visits(self) -> NDArray[np.int64]:
         """Count how often each sample was in a batch of the current epoch, as far as the loop has received it.
 
-        Skipped samples are not counted, and replacements are (``on_error``). Batches before a restored state are
-        counted as planned, without the failed samples in this rank's state. The sum over all ranks shows whether each
-        sample was visited once (``teleloader audit --visits``).
+        Skipped samples are not counted, and replacements are (``on_error``). Batches are not counted if ``next()``
+        raised an exception in their place. If the dataset's ``__getitems__`` returns fewer samples than indices, all
+        indices are counted.
+
+        Batches before a restored position are counted as planned, without the failed samples and batches in this rank's
+        state. After a resume, the counts are therefore only exact if each rank has restored its own state, with the
+        same number of ranks and the same batch size. The sum over all ranks shows whether each sample was visited once
+        (``teleloader audit --visits``).
 
         Returns:
             Numbers of visits by this rank in the epoch that the last ``iter()`` started, also if that epoch has ended,
-            as an int64 array of shape (samples in the dataset,). Zeros before the first ``iter()``.
+            as an int64 array of shape (samples in the dataset,). Before ``iter()``, the visits before the position at
+            which it will start: zeros, unless `load_state_dict` has restored a position.
 
         Raises:
             TypeError: If a client-side sampler or an iterable-style dataset determines the order.
         """
         position = self._next if self._progress is None else self._progress.next
         plan = self.plan(position.epoch)
-        visits = count_visits((plan[k] for k in range(position.batch)), plan.length)
+        failed = set(position.failed_batches)
+        visits = count_visits((plan[k] for k in range(position.batch) if k not in failed), plan.length)
         for sample, replacement in position.errors:
             # all ranks may have restored the state of one of them
             if isinstance(sample, int) and 0 <= sample < plan.length and visits[sample]:
@@ -582,12 +589,13 @@ class DataLoader(Generic[Batch]):
         The position is that of the last iterator. If ``iter()`` was not called since the construction of the loader,
         `load_state_dict` or a change of the epoch with `set_epoch`, the position is the start of the next iterator.
 
-        In seeded order, the state is about 120 bytes of JSON and counts the samples of all ranks, so it is the same on
-        all ranks, and can be loaded with another number of ranks if ``batch_size * world_size`` divides the count. With
-        a client-side sampler it also has the random state from which the epoch's order was drawn (10 KB); with an
-        iterable-style dataset, the position and the state of each shard. With persistent workers, if the
-        training loop ended the previous epoch early (with ``break``), this method waits for the first batch of each
-        shard. The frame of this batch contains the state of the shard.
+        In seeded order, the state is about 120 bytes of JSON and counts the samples of all ranks. It is therefore the
+        same on all ranks, except for the failed samples (``on_error``) and batches of each rank, and can be loaded with
+        another number of ranks if ``batch_size * world_size`` divides the count. With a client-side sampler it also has
+        the random state from which the epoch's order was drawn (10 KB); with an iterable-style dataset, the position
+        and the state of each shard. With persistent workers, if the training loop ended the previous epoch early (with
+        ``break``), this method waits for the first batch of each shard. The frame of this batch contains the state of
+        the shard.
 
         Raises:
             StateMismatch: If the state of an iterable-style dataset cannot be saved; the message names the value.

@@ -33,7 +33,10 @@ class Position(NamedTuple):
     sampler: dict[str, Any] | None = None
     """State of a client-side sampler (see `sampling.SamplerStates`); None if it is not stateful."""
     errors: tuple[Substituted, ...] = ()
-    """Samples in the earlier batches of the epoch that were skipped or replaced."""
+    """Samples in the earlier batches of the epoch that were skipped or replaced; (None, None) for those of
+    `failed_batches`."""
+    failed_batches: tuple[int, ...] = ()
+    """Numbers of the earlier batches of the epoch in whose place ``next()`` raised an exception."""
 
     def check(self) -> None:
         """Check that the states of the user's dataset and sampler are serializable.
@@ -65,6 +68,8 @@ def save(
         state["generators"] = dict(generators)
     if position.errors:
         state["errors"] = [list(pair) for pair in position.errors]
+    if position.failed_batches:
+        state["failed_batches"] = list(position.failed_batches)
     if global_batch_size is not None:
         return {**state, "samples": position.batch * global_batch_size}
     if position.shard_states is not None:
@@ -101,6 +106,7 @@ def load(
         None if shard_states is None else tuple(shard_states),
         _sampler(state),
         _errors(state),
+        _failed_batches(state),
     )
     return position, _optional(state, "generators", dict) or {}
 
@@ -135,6 +141,16 @@ def _errors(state: Mapping[str, Any]) -> tuple[Substituted, ...]:
                     "indices"
                 )
     return tuple(errors)
+
+
+def _failed_batches(state: Mapping[str, Any]) -> tuple[int, ...]:
+    numbers: list[Any] = _optional(state, "failed_batches", list) or []
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise StateMismatch(
+            f"invalid state with failed_batches = {short(numbers)}: expected a result of state_dict(), with batch "
+            "numbers"
+        )
+    return tuple(numbers)
 
 
 def _sampler(state: Mapping[str, Any]) -> dict[str, Any] | None:

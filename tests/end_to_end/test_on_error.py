@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from teleloader import DataLoader, InvalidSpec, LoaderTimeout, RemoteDataset, TooManyErrors, WorkerDied
 from teleloader_server import serve
@@ -96,6 +97,87 @@ def test_visits_are_those_of_the_received_samples(on_error: Any) -> None:
     assert not counted[list(BROKEN)].any()
     with pytest.raises(TypeError, match="has no plan"):
         DataLoader(Fragile(), 8, sampler=range(8), output="numpy").visits()
+
+
+@contextmanager
+def in_process(dataset: Any) -> Iterator[Any]:
+    """Load the dataset in the training process."""
+    yield dataset
+
+
+@pytest.mark.parametrize("hosting", [remote, in_process])
+def test_batches_that_raised_were_not_visited(hosting: Any) -> None:
+    """Whether the dataset, the limit of failed samples or the transform raised; also after a resume."""
+    options: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 3, "output": "numpy"}
+
+    def transform(batch: Any) -> Any:
+        if 200 in batch[:, 0]:
+            raise ValueError("sample 200 is unknown")
+        return batch
+
+    cases: list[tuple[dict[str, Any], type[Exception], int]] = [
+        ({}, ValueError, 2),
+        ({"on_error": "skip", "max_errors": 0}, TooManyErrors, 2),
+        ({"on_error": "replace", "max_errors": 0.0025}, TooManyErrors, 1),
+        ({"on_error": "replace", "device_transform": transform}, ValueError, 1),
+    ]
+    with hosting(Fragile()) as dataset:
+        for case, error, raised in cases:
+            loader = DataLoader(dataset, **options, **case)
+            received = np.zeros(LENGTH, np.int64)
+            batches, failed = iter(loader), 0
+            for number in range(50):
+                try:
+                    np.add.at(received, next(batches)[:, 0], 1)
+                except error:
+                    failed += 1
+                if number == 47:
+                    state = json.loads(json.dumps(loader.state_dict()))
+            assert failed == raised
+            assert np.array_equal(loader.visits(), received)
+            resumed = DataLoader(dataset, **options, **case)
+            resumed.load_state_dict(state)
+            assert len(list(resumed)) == 2
+            assert np.array_equal(resumed.visits(), received)
+
+
+def test_an_interrupted_batch_is_visited_if_the_next_call_returns_it() -> None:
+    """Ctrl-C in the transform, or a lack of device memory, loses no batch."""
+    errors = (KeyboardInterrupt, torch.cuda.OutOfMemoryError)
+    interruptions = iter(errors)
+
+    def transform(batch: Any) -> Any:
+        if 200 in batch[:, 0] and (error := next(interruptions, None)) is not None:
+            raise error
+        return batch
+
+    loader = DataLoader(Fragile(set()), 8, shuffle=True, seed=3, output="numpy", device_transform=transform)
+    batches, interrupted = iter(loader), 0
+    received = np.zeros(LENGTH, np.int64)
+    while True:
+        try:
+            np.add.at(received, next(batches)[:, 0], 1)
+        except errors:
+            interrupted += 1
+        except StopIteration:
+            break
+    assert interrupted == 2
+    assert np.array_equal(loader.visits(), received)
+
+
+def test_samples_of_batches_that_raised_count_towards_max_errors() -> None:
+    """A training loop that handles TooManyErrors and continues gets it again at the next failed sample."""
+    broken = {0, 9, 18, 27}  # in four batches
+    with remote(Fragile(broken)) as dataset:
+        loader = DataLoader(dataset, 8, seed=0, output="numpy", on_error="skip", max_errors=0.005)
+        batches, raised = iter(loader), []
+        for number in range(50):
+            try:
+                next(batches)
+            except TooManyErrors:
+                raised.append(number)
+        assert raised == [2, 3]
+        assert loader.stats().errors == 4
 
 
 def test_all_ranks_have_as_many_batches() -> None:

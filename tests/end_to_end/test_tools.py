@@ -607,10 +607,30 @@ def test_audit_of_received_samples(hosting: ServerProcess, tmp_path: Path) -> No
     done = tool("audit", hosting.url, "numbers", *files[:2], "--json")
     assert done.code == 1
     assert (json.loads(done.out)["visits"], json.loads(done.out)["missing"]) == (50, 50)
-    np.save(tmp_path / "other.npy", np.zeros(99, np.int64))
-    done = tool("audit", hosting.url, "numbers", "--visits", str(tmp_path / "other.npy"))
-    assert done.code == 2
-    assert "expected an int64 array of shape (100,)" in done.err
+
+
+def test_audit_refuses_files_that_are_not_visits(hosting: ServerProcess, tmp_path: Path) -> None:
+    """The error states what is expected, and gives no advice to load pickles."""
+    negative = np.ones(100, np.int64)
+    negative[7] = -1
+    np.save(tmp_path / "shape.npy", np.zeros(99, np.int64))
+    np.save(tmp_path / "type.npy", np.zeros(100, np.int32))
+    np.save(tmp_path / "negative.npy", negative)
+    np.save(tmp_path / "objects.npy", np.array([None] * 100), allow_pickle=True)
+    np.savez(tmp_path / "several.npz", visits=np.ones(100, np.int64))
+    for name, content in {
+        "empty": b"",
+        "text": b"visits",
+        "zip": b"PK\x03\x04damaged",
+        "pickle": b"\x80\x04K\x01.",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "negative.npy").read_bytes()[:-1])
+    for path in sorted(tmp_path.iterdir()):
+        done = tool("audit", hosting.url, "numbers", "--visits", str(path))
+        assert done.code == 2, path
+        assert f"invalid visits in {str(path)!r}: expected an int64 array of shape (100,), one non-negative" in done.err
+        assert "pickle=" not in done.err
 
 
 def test_audit_says_why_samples_are_missing_or_repeated(hosting: ServerProcess) -> None:

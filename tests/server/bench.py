@@ -15,7 +15,15 @@ from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.stages import Batch
 from teleloader_server.loading.tasks import Report, Task
 from teleloader_shared import codec
-from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, PROLOGUE_SIZE, BatchId, Failure, Frame, to_bytes
+from teleloader_shared.codec import (
+    DEFAULT_MAX_BATCH_BYTES,
+    PROLOGUE_SIZE,
+    BatchId,
+    Failure,
+    Frame,
+    Substituted,
+    to_bytes,
+)
 from teleloader_shared.spec import LoaderSpec
 
 Seeding = Literal["batch", "sample"]
@@ -84,14 +92,22 @@ class Bench:
         self.began: list[Began] = []
         self.loading = Loading({"data": hosted}, worker, max_batch_bytes, began=self.began.append, seeds=seeds)
 
-    def frame(self, batch: int = 0, epoch: int = 0, *, indices: Any = None, **spec: Any) -> Frame:
-        """Return the decoded frame of a batch."""
+    def frame(
+        self,
+        batch: int = 0,
+        epoch: int = 0,
+        *,
+        indices: Any = None,
+        substituted: Substituted | None = None,
+        **spec: Any,
+    ) -> Frame:
+        """Return the decoded frame of a batch; `substituted` is the record of an earlier computation."""
         self.places.clear()
         if indices is not None:
             spec = {"order": "client", "session": "mine", **spec}
         batch_id = BatchId("key", epoch, batch)
         listed = None if indices is None else to_bytes(batch_id, indices)
-        task = Task(LoaderSpec(**{"dataset": "data", **spec}), self.length, batch_id, listed)
+        task = Task(LoaderSpec(**{"dataset": "data", **spec}), self.length, batch_id, listed, substituted=substituted)
         nbytes, self.report = self.loading.load(task, self._place)
         raw = self.places[-1][:nbytes]
         assert codec.frame_size(raw[:PROLOGUE_SIZE].tobytes()) == nbytes

@@ -102,7 +102,8 @@ def test_a_transient_failure_changes_nothing(kind: Any) -> None:
     for on_error in ("skip", "replace"):
         undisturbed = Bench(kind()).batch(5, **plan(on_error=on_error))
         dataset = kind(transient={42: 2, 45: 1})
-        frame = Bench(dataset).frame(5, **plan(on_error=on_error, error_retries=2))
+        # samples of one call are retried together, so that the number of failures of the call counts
+        frame = Bench(dataset).frame(5, **plan(on_error=on_error, error_retries=3 if kind is Batched else 2))
         assert np.array_equal(frame.content, undisturbed)
         assert frame.substituted is None
 
@@ -112,10 +113,12 @@ def test_a_sample_is_skipped_after_its_retries(kind: Any) -> None:
     for retries in (0, 1, 4):
         dataset = kind(42)
         Bench(dataset).frame(5, **plan(on_error="skip", error_retries=retries))
-        together = kind is not Fragile
-        assert dataset.fetched.pop(42) == 1 + retries + together
-        expected = Counter(dict.fromkeys([40, 41], 3) | dict.fromkeys([43, 44, 45, 46, 47], 2) if together else [])
-        assert dataset.fetched == (expected or Counter([40, 41, 43, 44, 45, 46, 47]))
+        # samples before the failing one are fetched in each call for several samples
+        calls = {Fragile: 0, Batched: 1 + retries, Whole: 1}[kind]
+        assert dataset.fetched.pop(42) == 1 + retries + calls
+        fetches = 2 if kind is Whole else 1
+        before, after = dict.fromkeys([40, 41], fetches + calls), dict.fromkeys([43, 44, 45, 46, 47], fetches)
+        assert dataset.fetched == before | after
 
 
 class Unlucky(Fragile):
@@ -129,16 +132,73 @@ class Unlucky(Fragile):
         return sample
 
 
-def test_failures_that_depend_on_random_numbers_do_not_affect_other_samples() -> None:
+class UnluckyBatched(Unlucky, Batched):
+    """The same with bulk access."""
+
+
+@pytest.fixture(params=[Unlucky, UnluckyBatched])
+def unlucky(request: pytest.FixtureRequest) -> Any:
+    """Return a class of datasets that fail for some random numbers."""
+    return request.param
+
+
+def test_failures_that_depend_on_random_numbers_do_not_affect_other_samples(unlucky: Any) -> None:
     """Each sample has its own random numbers, the same whether other samples are skipped, replaced or fetched."""
     undisturbed = Bench(Fragile()).batch(5, **plan(on_error="skip"))
     lucky = undisturbed[undisturbed[:, 1] % 2 == 0]
     assert 0 < len(lucky) < 8
-    frame = Bench(Unlucky()).frame(5, **plan(on_error="skip"))
+    frame = Bench(unlucky()).frame(5, **plan(on_error="skip"))
     assert np.array_equal(frame.content, lucky)
-    found = Bench(Unlucky(), seeding="sample").frame(5, **plan(on_error="replace")).content
+    found = Bench(unlucky(), seeding="sample").frame(5, **plan(on_error="replace")).content
     for index, drawn in found.tolist():
         assert Bench(Fragile(), seeding="sample").batch(indices=[index])[0, 1] == drawn
+
+
+def drawn_by(batch: Any) -> list[int]:
+    """Return the random number of each sample."""
+    return [int(drawn) for drawn in batch[:, 1]]
+
+
+@pytest.mark.parametrize("options", [{}, {"indices": list(range(40, 72))}], ids=["seeded", "sampler"])
+def test_a_replacement_has_other_random_numbers(unlucky: Any, options: dict[str, Any]) -> None:
+    """A sample that failed because of its random numbers would otherwise never be replaced."""
+    undisturbed = Bench(Fragile()).batch(5, **plan(on_error="replace", **options))
+    bench = Bench(unlucky())
+    frame = bench.frame(5, **plan(on_error="replace", **options))
+    assert len(frame.content) == len(undisturbed)
+    replaced = {each.position for each in substitutions(frame)}
+    assert replaced == {position for position, drawn in enumerate(drawn_by(undisturbed)) if drawn % 2}
+    for position in replaced:
+        assert drawn_by(frame.content)[position] != drawn_by(undisturbed)[position]
+
+
+@pytest.mark.parametrize("options", [{}, {"indices": [*range(40, 72), 43]}], ids=["seeded", "sampler"])
+def test_replacements_have_the_same_random_numbers_if_computed_again(unlucky: Any, options: dict[str, Any]) -> None:
+    """The record of the first computation determines them."""
+    bench = Bench(unlucky())
+    spec = plan(on_error="replace", **options)
+    first = bench.frame(5, **spec)
+    raw = bench.places[-1].copy()
+    assert substitutions(first)
+    again = Bench(unlucky())
+    again.frame(5, **spec, substituted=first.substituted)
+    assert again.places[-1].tobytes() == raw.tobytes()
+
+
+def test_names_that_replace_others_have_other_random_numbers() -> None:
+    """Also with a seed per sample: a sample without a number is seeded by its place in the index list."""
+
+    class Words:
+        def __getitem__(self, word: str) -> Any:
+            drawn = np.random.randint(2**31)
+            if word == "bad":
+                raise KeyError(word)
+            return drawn
+
+    first, replaced = Bench(Words(), seeding="sample").batch(indices=["good", "bad"], on_error="replace").tolist()
+    assert first == replaced
+    first, replaced = Bench(Words()).batch(indices=["good", "bad"], on_error="replace").tolist()
+    assert first != replaced
 
 
 def test_a_batch_that_is_computed_again_has_the_same_substitutions(kind: Any) -> None:
@@ -147,9 +207,7 @@ def test_a_batch_that_is_computed_again_has_the_same_substitutions(kind: Any) ->
     first = bench.frame(5, **plan(on_error="replace"))
     raw = bench.places[-1].copy()
     bench = Bench(kind())
-    task = Task(LoaderSpec(**{"dataset": "data", **plan(on_error="replace")}), LENGTH, first.batch_id)
-    bench.places.clear()
-    bench.loading.load(task._replace(substituted=first.substituted), bench._place)
+    bench.frame(5, **plan(on_error="replace"), substituted=first.substituted)
     assert bench.places[-1].tobytes() == raw.tobytes()
 
 
@@ -174,6 +232,16 @@ def test_replacements_of_a_client_side_sampler_are_samples_of_its_batch(kind: An
         assert second in (900, 902)
     failure = Bench(kind(901)).failure(indices=[901, 901], on_error="replace")
     assert (failure.type, failure.sample) == ("ValueError", 901)
+    frame = Bench(kind(*range(900, 912))).frame(indices=[*range(900, 912), 912], on_error="replace")
+    assert set(frame.content[:, 0].tolist()) == {912}, "positions that failed are not tried again"
+
+
+def test_the_only_sample_of_a_batch_is_not_its_own_replacement(kind: Any) -> None:
+    """The exception is raised after the retries."""
+    dataset = kind(901)
+    failure = Bench(dataset).failure(indices=[901], on_error="replace", error_retries=2)
+    assert (failure.type, failure.message, failure.sample) == ("ValueError", "sample 901 is damaged", 901)
+    assert dataset.fetched[901] == {Fragile: 3, Batched: 6, Whole: 4}[kind]
 
 
 class Named:
@@ -263,18 +331,25 @@ def test_stop_iteration_does_not_end_the_epoch() -> None:
 
 
 def test_a_failure_of_no_single_sample_is_raised() -> None:
-    """A dataset that fails only for several samples at once, after the retries."""
+    """A dataset that fails only for several samples at once, after the retries; without batches, single samples do."""
+
+    class CrowdedBatch(Whole):
+        def __getbatch__(self, indices: Any) -> Any:
+            if len(indices) > 1:
+                raise MemoryError("too many")
+            return super().__getbatch__(indices)
 
     class Crowded(Batched):
         def __getitems__(self, indices: list[int]) -> list[Any]:
-            self.fetched.update(indices)
             if len(indices) > 1:
                 raise MemoryError("too many")
             return super().__getitems__(indices)
 
-    dataset = Crowded()
-    failure = Bench(dataset).failure(5, **plan(on_error="skip", error_retries=1))
+    failure = Bench(CrowdedBatch()).failure(5, **plan(on_error="skip", error_retries=1))
     assert (failure.type, failure.message) == ("MemoryError", "too many")
+    frame = Bench(Crowded()).frame(5, **plan(on_error="skip", error_retries=1))
+    assert frame.substituted is None
+    assert np.array_equal(frame.content, Bench(Fragile()).batch(5, **plan(on_error="skip")))
 
 
 def test_padding_counts_the_samples_that_are_left() -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from teleloader_shared.errors import BatchOutOfRange, InvalidSpec
 from teleloader_shared.orders.permutation import Permutation
-from teleloader_shared.orders.plan import Plan, audit
+from teleloader_shared.orders.plan import Coverage, Plan, audit
 from teleloader_shared.orders.seeding import derive
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec, Tail
 from tests.conftest import examples, need
@@ -218,6 +218,14 @@ def test_a_loader_without_batches_has_one_sample_at_each_place() -> None:
     ones = Plan(LoaderSpec(dataset="d", batch_size=1, shuffle=True), 9, 0)
     assert [batch.tolist() for batch in single] == [batch.tolist() for batch in ones]
     assert len(single) == 9
+
+
+@pytest.mark.parametrize(
+    ("visits", "exact"), [([], True), ([1, 1], True), ([1, 0], False), ([1, 2], False), ([1, -1], False)]
+)
+def test_an_epoch_is_exact_if_each_sample_is_visited_once(visits: list[int], exact: bool) -> None:
+    """Counts that are neither missing nor repeated, such as negative ones, are not exact."""
+    assert Coverage.of(np.array(visits, np.int64)).exact is exact
 
 
 # --- A pure function of the batch's ID ----------------------------------------------------------------------------

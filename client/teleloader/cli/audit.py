@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,14 +60,24 @@ def received(files: Sequence[str], length: int) -> NDArray[np.int64]:
     """
     visits = np.zeros(length, np.int64)
     for path in files:
-        found = np.load(path, allow_pickle=False)
-        if not isinstance(found, np.ndarray) or found.shape != (length,) or found.dtype != np.int64:
+        found = _array_in(path)
+        if found is None or found.shape != (length,) or found.dtype != np.int64 or np.any(found < 0):
             raise ValueError(
-                f"invalid visits in {path!r}: expected an int64 array of shape ({length},), one number per sample of "
-                "the dataset. Save DataLoader.visits() with numpy.save"
+                f"invalid visits in {path!r}: expected an int64 array of shape ({length},), one non-negative number "
+                "per sample of the dataset. Save DataLoader.visits() with numpy.save"
             )
         visits += found
     return visits
+
+
+def _array_in(path: str) -> NDArray[Any] | None:
+    """Return the array in a .npy file; None if the file has another format."""
+    try:
+        with Path(path).open("rb") as file:
+            found: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)  # load() also reads .npz files
+    except (ValueError, EOFError, OSError):
+        return None
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,17 +86,22 @@ class Progress:
         """Delivery of the next batch; None unless an interrupted call of ``next()`` has prepared it."""
         return self.state[1]
 
-    def after(self, frame: Frame, shards: int) -> tuple[Position, None]:
-        """Return the value of `state` after the delivery of the batch in `frame`."""
-        epoch, batch, random, base_seed, states, sampler, errors = self.state[0]
+    def after(self, frame: Frame, shards: int, *, raised: bool = False) -> tuple[Position, None]:
+        """Return the value of `state` after the delivery of the batch in `frame`, or of an exception in its place."""
+        epoch, batch, random, base_seed, states, sampler, errors, failed_batches = self.state[0]
         if frame.shard_state is not None:
             place = frame.batch_id.batch % shards
             states = states or (None,) * shards
             states = (*states[:place], frame.shard_state, *states[place + 1 :])
         # _replace() takes twice as long, for each batch
         if frame.substituted is not None:
-            errors += tuple((each.sample, each.replacement) for each in frame.substituted.substitutions)
-        return Position(epoch, batch + 1, random, base_seed, states, sampler, errors), None
+            found = frame.substituted.substitutions
+            # the training loop has received neither the samples nor their replacements, but max_errors counts them
+            errors += tuple((None, None) if raised else (each.sample, each.replacement) for each in found)
+        if raised:
+            failed_batches += (frame.batch_id.batch,)
+        position = Position(epoch, batch + 1, random, base_seed, states, sampler, errors, failed_batches)
+        return position, None
 
     @property
     def position(self) -> Position:
@@ -323,9 +328,10 @@ class LoaderIterator:
         try:
             with self._lock:
                 delivery = self._delivery(current)
-                before, after = progress.state, progress.after(delivery.frame, current.spec.shards)
-                self._settle(current, delivery)
                 batch, raised = delivery.batch, delivery.raised
+                before = progress.state
+                after = progress.after(delivery.frame, current.spec.shards, raised=raised is not None)
+                self._settle(current, delivery)
                 progress.state = after
         except BaseException:
             # a signal handler may have raised after the store, while the lock was released

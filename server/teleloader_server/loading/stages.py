@@ -9,6 +9,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Final
@@ -215,7 +216,14 @@ class Fetch(Stage):
             return self._fetch_each(hosted, task, indices, substitutes), substitutes
         if substitutes is None:
             return self._fetch_together(hosted, task, indices), None
-        return self._fetch_together_substituting(hosted, task, substitutes), substitutes
+        if hosted.gives_batches(task.spec.collate):
+            return self._fetch_batch_substituting(hosted, task, substitutes), substitutes
+        if task.substituted is None:
+            for _ in range(1 + task.spec.error_retries):
+                with suppress(Exception):
+                    return self._fetch_together(hosted, task, indices), None
+        get = hosted.dataset.__getitems__
+        return self._fetch_each(hosted, task, indices, substitutes, get), substitutes
 
     def _fetch_together(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
         """Fetch samples with one call of the dataset; a batch of ``__getbatch__`` is returned as one sample."""
@@ -226,12 +234,12 @@ class Fetch(Stage):
         samples: list[Any] = hosted.dataset.__getitems__(_listed(indices))
         return samples
 
-    def _fetch_together_substituting(self, hosted: HostedDataset, task: Task, substitutes: Substitutes) -> list[Any]:
-        """Fetch samples with one call, after samples that fail alone were skipped or replaced."""
+    def _fetch_batch_substituting(self, hosted: HostedDataset, task: Task, substitutes: Substitutes) -> list[Any]:
+        """Fetch a batch of ``__getbatch__``, after samples that fail alone were skipped or replaced."""
 
-        def fetch_alone(position: int, index: Any) -> None:
+        def fetch_alone(position: int, index: Any) -> list[Any]:
             self._note(index)
-            self._fetch_together(hosted, task, substitutes.alone(position))
+            return self._fetch_together(hosted, task, substitutes.alone(position))
 
         unexplained = 0
         while True:
@@ -251,12 +259,25 @@ class Fetch(Stage):
                     raise
 
     def _fetch_each(
-        self, hosted: HostedDataset, task: Task, indices: Indices, substitutes: Substitutes | None
+        self,
+        hosted: HostedDataset,
+        task: Task,
+        indices: Indices,
+        substitutes: Substitutes | None,
+        get: Callable[[list[Any]], list[Any]] | None = None,
     ) -> list[Any]:
         """Fetch samples one by one, and note which one is being fetched and which one takes longest.
 
         If failed samples are skipped or replaced, random generators are seeded for each sample: the random numbers of
         the other samples must not depend on how often a sample failed.
+
+        Args:
+            hosted: The dataset.
+            task: Task of the batch.
+            indices: Indices of the batch.
+            substitutes: Substitutions of the batch; None if failed samples fail the batch.
+            get: ``__getitems__`` of the dataset, to fetch each sample with a list of one index; None to call
+                ``__getitem__``.
         """
         dataset, sample = hosted.dataset, self._context.sample
         positions: Sequence[int] = range(len(indices))
@@ -276,10 +297,11 @@ class Fetch(Stage):
             sample[0] = NO_SAMPLE if number is None else number
             try:
                 if seeds_each:
-                    self._seed_sample(hosted, task, position, number)
-                samples.append(dataset[index])
+                    self._seed_sample(hosted, task, position, number, substitutes)
+                samples += (dataset[index],) if get is None else get([index])
             except Exception as error:
-                found = self._retry(partial(self._fetch_substitute, hosted, task), task, substitutes, position, error)
+                fetch = partial(self._fetch_again, hosted, task, substitutes, get)
+                found = self._retry(fetch, task, substitutes, position, error)
                 if found is None:
                     if isinstance(error, StopIteration):
                         raise _stopped(index) from error
@@ -295,13 +317,21 @@ class Fetch(Stage):
         self._is_slow[hosted.info.fingerprint] = time.perf_counter() - began > TIMED_FROM * len(samples)
         return samples
 
-    def _fetch_substitute(self, hosted: HostedDataset, task: Task, position: int, index: Any) -> Any:
-        self._seed_sample(hosted, task, position, self._note(index))
-        return hosted.dataset[index]
+    def _fetch_again(
+        self,
+        hosted: HostedDataset,
+        task: Task,
+        substitutes: Substitutes | None,
+        get: Callable[[list[Any]], list[Any]] | None,
+        position: int,
+        index: Any,
+    ) -> list[Any]:
+        self._seed_sample(hosted, task, position, self._note(index), substitutes)
+        return [hosted.dataset[index]] if get is None else get([index])
 
     def _retry(
         self,
-        fetch: Callable[[int, Any], Any],
+        fetch: Callable[[int, Any], list[Any]],
         task: Task,
         substitutes: Substitutes | None,
         position: int,
@@ -312,7 +342,7 @@ class Fetch(Stage):
         The caller raises the exception: a frame of its traceback that refers to it would keep the dataset in memory.
 
         Args:
-            fetch: Function that fetches a sample, given its position and index.
+            fetch: Function that fetches a sample, given its position and index, and returns it in a list.
             task: Task of the batch.
             substitutes: Substitutions of the batch; None if failed samples fail the batch.
             position: Position of the failed sample.
@@ -331,7 +361,7 @@ class Fetch(Stage):
                     return []
                 failures = 0
             try:
-                return [fetch(position, substitutes[position])]
+                return fetch(position, substitutes[position])
             except Exception:  # noqa: BLE001 - any exception of the dataset
                 failures += 1
         return None
@@ -345,13 +375,22 @@ class Fetch(Stage):
     def _seed_batch(self, hosted: HostedDataset, task: Task) -> None:
         self._seed(hosted, "batch", task.spec.seed, task.batch_id.epoch, task.spec.rank, task.batch_id.batch)
 
-    def _seed_sample(self, hosted: HostedDataset, task: Task, position: int, number: int | None) -> None:
-        """Seed the generators for a sample: by its index if the dataset is seeded per sample, else by its position."""
+    def _seed_sample(
+        self, hosted: HostedDataset, task: Task, position: int, number: int | None, substitutes: Substitutes | None
+    ) -> None:
+        """Seed the generators for a sample: by its index if the dataset is seeded per sample, else by its position.
+
+        A replacement has other random numbers than the sample that it replaces, which may have failed because of them.
+        """
         spec, (_, epoch, batch) = task.spec, task.batch_id
+        if hosted.info.seeding == "sample" and number is not None:
+            self._seed(hosted, "sample", spec.seed, epoch, number)
+            return
+        replaced = 0 if substitutes is None else substitutes.coordinate(position)
         if hosted.info.seeding == "sample":
-            self._seed(hosted, "sample", spec.seed, epoch, position if number is None else number)
+            self._seed(hosted, "sample", spec.seed, epoch, replaced - 1 if replaced else position)
         else:
-            self._seed(hosted, "position", spec.seed, epoch, spec.rank, batch, position)
+            self._seed(hosted, "position", spec.seed, epoch, spec.rank, batch, position, replaced)
 
     def _seed(self, hosted: HostedDataset, purpose: str, *coordinates: int) -> None:
         if not self._context.seeds:

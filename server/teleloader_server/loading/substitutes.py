@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -32,8 +32,8 @@ class Substitutes:
     def __init__(self, task: Task, listed: Indices) -> None:
         self._task = task
         self.listed: Final = listed
-        self._replacements: Counter[int] = Counter()
-        """Number of replacements so far, by position."""
+        self._replacements: defaultdict[int, list[int]] = defaultdict(list)
+        """Replacements so far, by position: dataset indices, with a client-side sampler places in `listed`."""
         self._found: dict[int, Substitution] = {}
         if task.substituted is not None:
             self._found = {each.position: each for each in task.substituted.substitutions}
@@ -65,25 +65,41 @@ class Substitutes:
         Replacements in a mixture are samples of the same source, so that the counts of the sources do not change.
 
         Replacements of a client-side sampler are samples of its batch, because the sampler may exclude others, such as
-        those of a validation split.
+        those of a validation split. Positions that failed are no candidates.
         """
-        task, attempt = self._task, self._replacements[position]
-        mixture, first = task.spec.mixture, 0
-        candidates = len(self.listed) if task.spec.order == "client" else task.length
-        if mixture is not None:
-            source = mixture.range_of(self.listed[position])
-            candidates, first = len(source), source.start
-        if attempt == MAX_REPLACEMENTS or not candidates:
+        task, tried = self._task, self._replacements[position]
+        mixture = task.spec.mixture
+        candidates: Sequence[int] = range(task.length)
+        if task.spec.order == "client":
+            failed = {position, *self._found, *tried}
+            candidates = [place for place in range(len(self.listed)) if place not in failed]
+        elif mixture is not None:
+            candidates = mixture.range_of(self.listed[position])
+        if len(tried) == MAX_REPLACEMENTS or not candidates:
             return None
-        self._replacements[position] += 1
         _, epoch, batch = task.batch_id
-        found = replacement(task.spec.seed, epoch, task.spec.rank, batch, position, attempt, candidates)
+        place = replacement(task.spec.seed, epoch, task.spec.rank, batch, position, len(tried), len(candidates))
+        found = candidates[place]
+        tried.append(found)
         if task.spec.order != "client":
-            return first + found
+            return found
         key = key_of(self.listed[found])
         if key is None:
             error.add_note('on_error="replace" requires indices that are integers or strings: use on_error="skip"')
         return key
+
+    def coordinate(self, position: int) -> int:
+        """Return the last coordinate of the random seed at a position: 0 for the listed sample, > 0 for a replacement.
+
+        A function of the record alone, so that a batch that is computed again has the same random numbers.
+        """
+        found = self._found.get(position)
+        if found is None or found.replacement is None:
+            return 0
+        if self._task.spec.order != "client" and isinstance(found.replacement, int):
+            return found.replacement + 1
+        places = (place for place, index in enumerate(self.listed) if key_of(index) == found.replacement)
+        return next(places, -1) + 1
 
     def skips(self, position: int) -> bool:
         """Return True if the sample at a position is skipped."""

@@ -210,16 +210,14 @@ class Coverage:
     """Dataset indices in no batch, ascending."""
     repeated: NDArray[np.int64]
     """Dataset indices that occurred more than once, ascending."""
+    exact: bool
+    """True if each sample was visited exactly once."""
 
     @classmethod
     def of(cls, visits: NDArray[np.int64]) -> Coverage:
         """Create the result from the number of visits to each sample."""
-        return cls(visits.size, int(visits.sum()), np.flatnonzero(visits == 0), np.flatnonzero(visits > 1))
-
-    @property
-    def exact(self) -> bool:
-        """True if each sample was visited exactly once."""
-        return not self.missing.size and not self.repeated.size
+        missing, repeated = np.flatnonzero(visits == 0), np.flatnonzero(visits > 1)
+        return cls(visits.size, int(visits.sum()), missing, repeated, bool(np.all(visits == 1)))
 
 
 def count_visits(batches: Iterable[NDArray[np.int64]], length: int) -> NDArray[np.int64]:
