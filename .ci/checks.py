@@ -182,7 +182,7 @@ def nightly() -> Iterator[Step]:
     )  # fmt: skip
     yield previous_release()
     # without torchvision, whose wheels need torch with CUDA, and without fastai's tokenizer
-    without = f"printf 'torchvision; python_version < \"3\"\\nspacy; python_version < \"3\"\\n' > {OVERRIDES}\n"
+    without = f'printf \'torchvision; python_version < "3"\\nspacy; python_version < "3"\\n\' > {OVERRIDES}\n'
     # large; torch goes first, or the frameworks bring a newer one
     yield Step(
         "frameworks",
