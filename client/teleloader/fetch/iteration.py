@@ -152,6 +152,9 @@ class Iteration:
     """Applied to each batch in the training loop's thread; None for no transform."""
     max_errors: float
     """Fraction of the samples of the epoch that may be skipped or replaced."""
+    prefetch_next: Callable[[int], object] | None = None
+    """Prefetches the next epoch once all batches of this one are requested, given the number of batches that the
+    training loop has not received; None for no prefetching."""
     # attributes instead of properties: next() reads them ten times for each batch
     reorder_buffer: ReorderBuffer | DirectReceiver = field(init=False)
     scheduler: RangeScheduler = field(init=False)
@@ -296,6 +299,13 @@ class LoaderIterator:
         self._finalizer.atexit = False  # see `_leave`
         _iterations.add(iteration)
 
+    def release(self) -> None:
+        """Forget the iteration without closing its receiver."""
+        if self._finalizer is not None and self._iteration is not None:
+            self._finalizer.detach()
+            _iterations.discard(self._iteration)
+            self._iteration = None
+
     @property
     def position(self) -> Position | None:
         """Position to resume from, see `Iteration.position`; None before `begin`, and in a forked child process."""
@@ -352,6 +362,8 @@ class LoaderIterator:
         """Release the batch's resources and count the batch; repeatable after an interruption."""
         number = delivery.frame.batch_id.batch
         current.reorder_buffer.take(number)
+        if current.prefetch_next is not None and current.scheduler.requested_all:
+            current.prefetch_next(current.scheduler.stop - number - 1)
         if current.stager is not None:
             current.stager.discard(delivery.frame)
         current.measures.step(number)

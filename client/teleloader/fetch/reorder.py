@@ -190,6 +190,22 @@ class ReorderBuffer:
             if was_over_memory or self._is_ready is not None or (self._idle_threads and self.scheduler.has_room):
                 self.changed.notify_all()
 
+    def approach(self, preceding: int) -> None:
+        """Prefetch an epoch that has not started; see `RangeScheduler.approach`."""
+        with self.lock:
+            self.scheduler.approach(preceding)
+            if self._idle_threads and self.scheduler.has_room:
+                self.changed.notify_all()
+
+    def begin(self) -> bool:
+        """Record that the training loop starts the epoch; return False if prefetching the epoch has failed."""
+        with self.lock:
+            if self._error is not None or self.closed is not None:
+                return False
+            self.scheduler.begin(time.monotonic())
+            self.changed.notify_all()
+            return True
+
     def feed(self, indices: dict[int, bytes]) -> None:
         """Add encoded index lists from a client-side sampler, and schedule the requests for these batches."""
         if indices:
@@ -451,6 +467,13 @@ class ReorderBuffer:
             self._error = error
             self._wake()
             self._end()
+
+    def fail_in_background(self, error: BaseException) -> bool:
+        """End the prefetching of an epoch that has not started, and return True; return False if it has started."""
+        with self.changed:
+            if self.scheduler.is_background:
+                self.fail(error)
+            return self.scheduler.is_background
 
     def sleep(self, seconds: float) -> None:
         """Sleep for `seconds`, or until `is_over` becomes true."""

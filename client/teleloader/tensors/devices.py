@@ -85,6 +85,12 @@ class TorchDevice:
         self._module = _module(device)
         self._has_streams = hasattr(self._module, "Stream")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TorchDevice) and self.device == other.device
+
+    def __hash__(self) -> int:
+        return hash(self.device)
+
     @property
     def pins(self) -> bool:
         """True if copies are faster from page-locked memory, which torch can allocate for all devices but MPS."""

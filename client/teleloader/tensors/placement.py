@@ -42,6 +42,11 @@ class Placement(NamedTuple):
         """True if copies are faster from page-locked memory."""
         return self.device is not None and self.device.pins
 
+    @property
+    def memory(self) -> tuple[Output, Device | None]:
+        """Array library, and accelerator that host memory is page-locked for: equal if the host memory is equal."""
+        return self.output, self.device if self.pins else None
+
     def buffers(self) -> HostBuffers:
         """Create the allocator of host memory for batches, page-locked if `pins`."""
         return HostBuffers(self.output, self.pool, process_budget() if self.pins else None)

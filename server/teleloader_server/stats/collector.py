@@ -261,7 +261,8 @@ class StatsCollector:
             for consumer in snapshot.engine.consumers()
             if consumer.name != PREVIEW
         ]
-        known.sort(key=lambda found: found[1].last_seen, reverse=True)
+        # a training loop in the tail of an epoch is listed with that epoch, not with the next one that it prefetches
+        known.sort(key=lambda found: (found[1].is_background, -found[1].last_seen))
         latest: dict[LoopCounters, tuple[ConsumerRates, ConsumerLoad]] = {}
         found: list[tuple[Engine, _ConsumerSample]] = []
         async for snapshot, consumer, tally in _in_slices(known):
