@@ -291,7 +291,10 @@ class NextEpoch:
             self._receiver.reorder_buffer.approach(preceding)
         elif self._start is not None and self._can_prefetch:
             self._iterator = LoaderIterator()
-            self._receiver = self._start.prefetch(self._dataset, preceding, self._iterator)
+            try:
+                self._receiver = self._start.prefetch(self._dataset, preceding, self._iterator)
+            except RuntimeError:  # the process cannot start further threads
+                self._start = None
 
     @property
     def _can_prefetch(self) -> bool:

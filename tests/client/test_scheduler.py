@@ -385,3 +385,44 @@ def test_a_server_that_never_answers_holds_nobody_up(
                 wanted = scheduler.arrived(1, READY_BYTES, server, now)
         scheduler.taken = scheduler.received
     assert scheduler.received == length
+
+
+# --- The next epoch -----------------------------------------------------------------------------------------------
+
+
+def test_the_window_extends_over_two_epochs() -> None:
+    """Batches of the next epoch are requested in the part of the window that the current epoch does not need."""
+    scheduler = RangeScheduler(0, 100, prefetch_factor=2, preceding=3)
+    scheduler.joined(0, num_workers=2)
+    assert spans(scheduler) == [(0, 1)]
+    scheduler.approach(1)
+    assert spans(scheduler) == [(1, 2), (2, 3)]
+    scheduler.approach(0)
+    assert spans(scheduler) == [(3, 4)]
+    scheduler.begin(now=0.0)
+    assert spans(scheduler) == []
+    scheduler.taken = 1
+    assert spans(scheduler) == [(4, 5)]
+
+
+def test_nothing_is_computed_beyond_the_window_before_the_epoch_starts() -> None:
+    """No batches are announced, no request is hedged, and there is one connection, until the epoch starts."""
+    scheduler = RangeScheduler(0, 4, prefetch_factor=2, preceding=0)
+    scheduler.joined(0, num_workers=2)
+    assert ranges(scheduler) == [request(k, k + 1, 0) for k in range(4)]
+    assert scheduler.connections == 1
+    other = scheduler.add_server()
+    scheduler.joined(other, num_workers=2)
+    assert not scheduler.has_work(other, now=1000 * HEDGE_UNKNOWN)
+    scheduler.begin(now=1000 * HEDGE_UNKNOWN)
+    assert scheduler.connections == 2
+    assert not scheduler.has_work(other, now=1000 * HEDGE_UNKNOWN)
+    assert scheduler.has_work(other, now=1002 * HEDGE_UNKNOWN)
+
+
+def test_an_epoch_that_has_started_is_not_moved_back() -> None:
+    """A late call for the epoch before changes nothing."""
+    scheduler = RangeScheduler(5, 100, prefetch_factor=2, preceding=1)
+    scheduler.begin(now=0.0)
+    scheduler.approach(1)
+    assert scheduler.taken == 5

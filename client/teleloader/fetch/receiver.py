@@ -125,7 +125,7 @@ class Receiver:
             False if prefetching the epoch has failed; the receiver must be closed.
         """
         buffer = self.reorder_buffer
-        with buffer.changed:
+        with buffer.lock:
             if not buffer.begin():
                 return False
             for fetcher in self._fetchers:
