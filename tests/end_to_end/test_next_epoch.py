@@ -36,6 +36,7 @@ class Logged:
         self.epoch = -1
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which each sample contains."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -57,24 +58,29 @@ class Logged:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Logged:
+    """Return a dataset that logs its samples."""
     return Logged(tmp_path / "log")
 
 
 @pytest.fixture
 def url(dataset: Logged) -> Iterator[str]:
+    """Host the dataset."""
     with serve(dataset, num_workers=WORKERS) as url:
         yield url
 
 
 def loader(url: str, **options: Any) -> Any:
+    """Return a loader in seeded order."""
     return DataLoader(RemoteDataset(url), SIZE, True, num_workers=WORKERS, seed=7, output="numpy", **options)
 
 
 def expected(of: Any, epoch: int) -> list[list[list[int]]]:
+    """Return the batches of an epoch according to the plan."""
     return [[[epoch, index] for index in batch.tolist()] for batch in of.plan(epoch)]
 
 
 def received(batches: Any) -> list[list[list[int]]]:
+    """Return batches as lists."""
     return [batch.tolist() for batch in batches]
 
 
@@ -161,7 +167,9 @@ def test_a_state_is_independent_of_prefetching(url: str) -> None:
             position += 1
             resumed = loader(url)
             resumed.load_state_dict(loading.state_dict())
-            assert received(resumed) == (order[position : -(-position // BATCHES) * BATCHES] or order[position:][:BATCHES])
+            assert received(resumed) == (
+                order[position : -(-position // BATCHES) * BATCHES] or order[position:][:BATCHES]
+            )
 
 
 def test_abandoned_epochs_do_not_change_the_next_ones(url: str) -> None:
@@ -215,6 +223,7 @@ def test_prefetching_ends_with_the_loader(url: str) -> None:
 
 
 def threads(name: str) -> list[threading.Thread]:
+    """Return the threads of this process with a name."""
     return [thread for thread in threading.enumerate() if thread.name == name]
 
 
