@@ -82,16 +82,12 @@ class Start:
         progress, _ = self._progress(self.spec, length, keeps_dataset=self.keeps_workers)
         return self._received(dataset, self.spec, progress, receiver, length)
 
-    def prefetch(self, dataset: RemoteDataset, preceding: int, iterator: LoaderIterator) -> Receiver:
-        """Start fetching batches in the background, before the training loop starts the epoch.
+    def prefetch(self, dataset: RemoteDataset, iterator: LoaderIterator) -> Receiver:
+        """Return a receiver that prefetches batches in the background, before the training loop starts the epoch.
 
         Args:
             dataset: Dataset to load from.
-            preceding: Number of batches that the training loop takes from the epoch before.
             iterator: Iterator that closes the receiver when it is deleted.
-
-        Returns:
-            The receiver of the batches.
         """
         progress, stop = self._progress(self.spec, dataset.info.length, keeps_dataset=self.keeps_workers)
         key = self.spec.key
@@ -102,7 +98,7 @@ class Start:
             adaptive=self.order.adaptive,
             loader=key,
             epoch=self.position.epoch,
-            preceding=preceding,
+            is_background=True,
         )
         receiver = self._receiver(dataset, None, self.spec, key, scheduler, None)
         iterator.begin(self._iteration(dataset, self.spec, progress, receiver, None, dataset.info.length))
@@ -281,20 +277,21 @@ class NextEpoch:
             self._start = replace(self._start, position=Position(epoch))
             self._iterator = self._receiver = None
 
-    def prefetch(self, preceding: int) -> None:
+    def prefetch(self, preceding: int, nbytes: float) -> None:
         """Prefetch the batches that are in the prefetch window.
 
         Args:
             preceding: Number of batches that the training loop takes from the epoch before.
+            nbytes: Memory of these batches in bytes.
         """
-        if self._receiver is not None:
-            self._receiver.reorder_buffer.approach(preceding)
-        elif self._start is not None and self._can_prefetch:
+        if self._receiver is None and self._start is not None and self._can_prefetch:
             self._iterator = LoaderIterator()
             try:
-                self._receiver = self._start.prefetch(self._dataset, preceding, self._iterator)
+                self._receiver = self._start.prefetch(self._dataset, self._iterator)
             except RuntimeError:  # the process cannot start further threads
                 self._start = None
+        if self._receiver is not None:
+            self._receiver.reorder_buffer.approach(preceding, nbytes)
 
     @property
     def _can_prefetch(self) -> bool:

@@ -49,7 +49,7 @@ from teleloader.state import Position
 from teleloader.stats import LoaderStats, Measures
 from teleloader.tensors.devices import current_accelerator
 from teleloader.tensors.output import Output, choose_output
-from teleloader.tensors.placement import Placement, check_placement, place
+from teleloader.tensors.placement import Placement, check_placement, initializes_device, place
 from teleloader_shared import local
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
@@ -479,7 +479,8 @@ class DataLoader(Generic[Batch]):
         following = replace(start, position=self._next, lists=None, before=iteration.measures)
         self._next_epoch = self._prefetchable(following)
         if self._next_epoch is not None:
-            iteration.prefetch_next = self._next_epoch.prefetch
+            # weak: without the loader, no other epoch can start
+            iteration.next_epoch = weakref.WeakMethod(self._next_epoch.prefetch)
 
     def _prefetchable(self, start: Start) -> NextEpoch | None:
         """Return the object that prefetches an epoch, or None if the batches depend on when the epoch starts."""
@@ -644,7 +645,8 @@ class DataLoader(Generic[Batch]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position.
 
-        In seeded order, prefetching starts immediately.
+        In seeded order, prefetching starts immediately, for the current rank. With `device` or `pin_memory`, this
+        requires that the process already uses the accelerator.
 
         Args:
             state_dict: A state that `state_dict` returned, in this or another process.
@@ -659,10 +661,11 @@ class DataLoader(Generic[Batch]):
         self._random_state(order).restore(generators)
         self._next = position
         self._progress = self._iterator = self._next_epoch = None
-        if order.has_plan and not self._is_live:
+        # before its first use of an accelerator, the process may still select a device, or fork
+        if order.has_plan and not initializes_device(self.device, pin_memory=self.pin_memory):
             self._next_epoch = self._prefetchable(self._start(order, None, None, self._placement()))
             if self._next_epoch is not None:
-                self._next_epoch.prefetch(0)
+                self._next_epoch.prefetch(0, 0.0)
 
     def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
         """Return the values that must be equal in a loader that resumes from this loader's state."""

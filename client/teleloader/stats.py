@@ -93,7 +93,7 @@ class Measures:
         """`copy` and `late_copies` are written by the thread that copies batches to a device."""
         self._before = ConsumerReport(0.0, 0.0, 0, 0, 0)
         self._current = before
-        """Measurements of the iteration that the training loop is in, until `begin` is called."""
+        """Measurements of the iteration that the training loop is in, to report until `begin` is called."""
         self._began = time.perf_counter()
         self._ended = self._began if epoch is None else None
         if not is_background:
@@ -141,7 +141,7 @@ class Measures:
     def report(self) -> ConsumerReport:
         """Return the report that the client sends to servers with each batch request."""
         current = self._current
-        if current is not None:
+        if current is not None:  # the training loop waits for batches of that iteration, not for these
             return current.report()
         now, before = self._now, self._before
         return ConsumerReport(

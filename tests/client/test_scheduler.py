@@ -392,8 +392,10 @@ def test_a_server_that_never_answers_holds_nobody_up(
 
 def test_the_window_extends_over_two_epochs() -> None:
     """Batches of the next epoch are requested in the part of the window that the current epoch does not need."""
-    scheduler = RangeScheduler(0, 100, prefetch_factor=2, preceding=3)
+    scheduler = RangeScheduler(0, 100, prefetch_factor=2, is_background=True)
     scheduler.joined(0, num_workers=2)
+    scheduler.over_memory = False
+    scheduler.approach(3)
     assert spans(scheduler) == [(0, 1)]
     scheduler.approach(1)
     assert spans(scheduler) == [(1, 2), (2, 3)]
@@ -407,8 +409,9 @@ def test_the_window_extends_over_two_epochs() -> None:
 
 def test_nothing_is_computed_beyond_the_window_before_the_epoch_starts() -> None:
     """No batches are announced, no request is hedged, and there is one connection, until the epoch starts."""
-    scheduler = RangeScheduler(0, 4, prefetch_factor=2, preceding=0)
+    scheduler = RangeScheduler(0, 4, prefetch_factor=2, is_background=True)
     scheduler.joined(0, num_workers=2)
+    scheduler.over_memory = False
     assert ranges(scheduler) == [request(k, k + 1, 0) for k in range(4)]
     assert scheduler.connections == 1
     other = scheduler.add_server()
@@ -422,7 +425,7 @@ def test_nothing_is_computed_beyond_the_window_before_the_epoch_starts() -> None
 
 def test_an_epoch_that_has_started_is_not_moved_back() -> None:
     """A late call for the epoch before changes nothing."""
-    scheduler = RangeScheduler(5, 100, prefetch_factor=2, preceding=1)
+    scheduler = RangeScheduler(5, 100, prefetch_factor=2, is_background=True)
     scheduler.begin(now=0.0)
     scheduler.approach(1)
     assert scheduler.taken == 5

@@ -139,7 +139,7 @@ class Fetcher:
         self._in_flight: deque[tuple[Connection, BatchRequest]] = deque()
         """Pending requests, in the order in which their responses are received."""
         self._in_background: Connection | None = None
-        """Connection with a pending request of low priority."""
+        """Connection with a pending request of low priority; guarded by the reorder buffer's lock."""
         self._idle: list[Connection] = []
         self._connections: list[Connection] = []
         self._has_received = False
@@ -319,8 +319,9 @@ class Fetcher:
             if connection is not self._in_background or self._reorder_buffer.scheduler.is_background:
                 raise
         else:
-            with self._reorder_buffer.changed:
-                self._in_background = None
+            if self._in_background is not None:
+                with self._reorder_buffer.changed:
+                    self._in_background = None
             return memory
         self._in_background = None
         self._close(connection)

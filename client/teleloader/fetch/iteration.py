@@ -152,8 +152,8 @@ class Iteration:
     """Applied to each batch in the training loop's thread; None for no transform."""
     max_errors: float
     """Fraction of the samples of the epoch that may be skipped or replaced."""
-    prefetch_next: Callable[[int], object] | None = None
-    """Prefetches the next epoch once all batches of this one are requested, given the number of batches that the
+    next_epoch: Callable[[], Callable[[int, float], object] | None] | None = None
+    """Weak reference to the function that prefetches the next epoch, given number and bytes of the batches that the
     training loop has not received; None for no prefetching."""
     # attributes instead of properties: next() reads them ten times for each batch
     reorder_buffer: ReorderBuffer | DirectReceiver = field(init=False)
@@ -224,6 +224,16 @@ class Iteration:
         if lists.exhausted:
             self.progress.longest = lists.drawn if lists.error is None else None
             self.reorder_buffer.complete()
+
+    def prefetch_next(self, left: int) -> None:
+        """Prefetch the next epoch, because all batches of this one are requested.
+
+        Args:
+            left: Number of batches that the training loop has not received.
+        """
+        prefetch = None if self.next_epoch is None else self.next_epoch()
+        if prefetch is not None and isinstance(self.reorder_buffer, ReorderBuffer):
+            prefetch(left, self.reorder_buffer.rest_bytes)
 
     def over(self) -> bool:
         """Return True if the training loop has received the last batch of the epoch."""
@@ -362,7 +372,7 @@ class LoaderIterator:
         """Release the batch's resources and count the batch; repeatable after an interruption."""
         number = delivery.frame.batch_id.batch
         current.reorder_buffer.take(number)
-        if current.prefetch_next is not None and current.scheduler.requested_all:
+        if current.next_epoch is not None and current.scheduler.requested_all:
             current.prefetch_next(current.scheduler.stop - number - 1)
         if current.stager is not None:
             current.stager.discard(delivery.frame)

@@ -100,6 +100,8 @@ class ReorderBuffer:
         self._callback: Callable[[], object] | None = None
         self._idle_threads = 0
         """Number of receiving threads that have nothing to request."""
+        self._preceding_bytes = 0.0
+        """Memory of the epoch before that counts towards the limit, in bytes; 0 once this epoch has started."""
         self._failing: dict[str, Exception | None] = dict.fromkeys(urls)
         """Final error by server URL; None for servers that have not failed."""
         self._error: BaseException | None = None
@@ -190,11 +192,25 @@ class ReorderBuffer:
             if was_over_memory or self._is_ready is not None or (self._idle_threads and self.scheduler.has_room):
                 self.changed.notify_all()
 
-    def approach(self, preceding: int) -> None:
-        """Prefetch an epoch that has not started; see `RangeScheduler.approach`."""
+    @property
+    def rest_bytes(self) -> float:
+        """Bytes of memory of the batches that the training loop has not received; estimated for missing batches."""
+        scheduler, early = self.scheduler, len(self._early)
+        arrived, missing = scheduler.received - scheduler.start + early, scheduler.stop - scheduler.received - early
+        return self._bytes_in - self._bytes_out + missing * self._bytes_in / max(1, arrived)
+
+    def approach(self, preceding: int, nbytes: float) -> None:
+        """Prefetch an epoch that has not started, within the limits of both epochs together.
+
+        Args:
+            preceding: Number of batches that the training loop takes from the epoch before.
+            nbytes: Memory of these batches in bytes.
+        """
         with self.lock:
-            self.scheduler.approach(preceding)
-            if self._idle_threads and self.scheduler.has_room:
+            if self.scheduler.is_background:
+                self._preceding_bytes = nbytes
+                self.scheduler.approach(preceding)
+                self._check_memory()
                 self.changed.notify_all()
 
     def begin(self) -> bool:
@@ -202,7 +218,9 @@ class ReorderBuffer:
         with self.lock:
             if self._error is not None or self.closed is not None:
                 return False
+            self._preceding_bytes = 0.0
             self.scheduler.begin(time.monotonic())
+            self._check_memory()
             self.changed.notify_all()
             return True
 
@@ -391,7 +409,7 @@ class ReorderBuffer:
         """Update `over_memory`: True while buffered batches exceed the memory limit, so that requests are paused."""
         was_over_memory, self.scheduler.over_memory = (
             self.scheduler.over_memory,
-            self._bytes_in - self._bytes_out > self._memory_limit,
+            self._preceding_bytes + self._bytes_in - self._bytes_out > self._memory_limit,
         )
         if was_over_memory and not self.scheduler.over_memory:
             self.changed.notify_all()

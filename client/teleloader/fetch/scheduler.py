@@ -108,8 +108,8 @@ class RangeScheduler:
         batch_rate: Batches/s that server 0 can compute, as it reports; None if unknown.
         loader: Key of the loader.
         epoch: Number of the epoch.
-        preceding: Number of batches that the training loop takes from the epoch before, if it has not started this
-            epoch; None if it has. Server 0 has then not registered the loader.
+        is_background: Whether the training loop has not started the epoch. Server 0 has then not registered the loader,
+            and nothing is requested before `approach`.
     """
 
     def __init__(
@@ -125,18 +125,18 @@ class RangeScheduler:
         batch_rate: float | None = None,
         loader: str = "",
         epoch: int = 0,
-        preceding: int | None = None,
+        is_background: bool = False,
     ) -> None:
-        self.is_background = preceding is not None
+        self.is_background = is_background
         """True until the training loop starts the epoch."""
-        self._start = start
-        self.taken = start - (preceding or 0)
+        self.start = start
+        self.taken = start
         """Number of the next batch that the training loop receives; lower before it starts the epoch, so that the
         prefetch window extends over both epochs."""
         self.received = start
         """Number of the first batch that has not arrived."""
         self.stop = stop
-        self.over_memory = False
+        self.over_memory = is_background
         """True while buffered batches exceed the memory limit, so that requests are paused."""
         self.needed = 0
         """Number of batches that are requested regardless of the memory limit and of the prefetch window."""
@@ -302,7 +302,7 @@ class RangeScheduler:
         """Return the number of batches that the server computes beyond the requested ones."""
         if self._shards:  # shards deliver in turn, so only one request is sent at a time
             return max(0, self.taken + self.window - self._requested)
-        if not self.adaptive or self._joining or self.is_background:
+        if not self.adaptive or self._joining or self.is_background:  # in the background, only the window is computed
             return 0
         small = RESPONSES_AHEAD * (self._batches_together - 1)  # 0 if a response carries one batch, which may be large
         most = min(small, self.window, MAX_AHEAD)
@@ -335,7 +335,7 @@ class RangeScheduler:
         """Return the request to hedge, or None: the rest of another server's, if it is overdue and awaited."""
         if self.taken < self.received or self._waits_since is None or now - self._waits_since < HEDGE_LEAST:
             return None
-        if self.is_background:
+        if self.is_background:  # the training loop does not wait
             return None
         held = [
             (other, max(request.since, state.responded_at), request.wanted._replace(ahead=0))
@@ -390,12 +390,12 @@ class RangeScheduler:
             preceding: Number of batches that the training loop takes from the epoch before.
         """
         if self.is_background:
-            self.taken = self._start - preceding
+            self.taken = self.start - preceding
 
     def begin(self, now: float) -> None:
         """Record that the training loop starts the epoch."""
         self.is_background = False
-        self.taken = self._start
+        self.taken = self.start
         if self._waits_since is not None:
             self._waits_since = now
 

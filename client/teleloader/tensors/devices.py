@@ -310,6 +310,12 @@ def with_index(device: Any) -> Any:
     return torch.device(device.type, module.current_device())
 
 
+def is_initialized(device: Any) -> bool:
+    """Return True if this process already uses accelerators of a torch.device's type."""
+    module = _module(device)
+    return not hasattr(module, "is_initialized") or bool(module.is_initialized())
+
+
 def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:
     """Warn if several ranks on this machine would use the same device.
 

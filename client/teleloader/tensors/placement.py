@@ -10,6 +10,7 @@ from teleloader.tensors.devices import (
     TorchDevice,
     check_sharding,
     current_accelerator,
+    is_initialized,
     parse_device,
     warn_of_shared_device,
     with_index,
@@ -71,6 +72,12 @@ def place(output: Output, pool: BufferPool, device: Any, sharding: Any, *, pin_m
     if named is None and pin_memory:
         named = current_accelerator()
     return Placement(output, pool, None if named is None else TorchDevice(with_index(named)), copies)
+
+
+def initializes_device(device: Any, *, pin_memory: bool) -> bool:
+    """Return True if `place` would initialize an accelerator, which selects a device and prevents forks."""
+    named = parse_device(device) or (current_accelerator() if pin_memory else None)
+    return named is not None and not is_initialized(named)
 
 
 def check_placement(output: Output, name: str, value: Any) -> None:
