@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
+from teleloader.fetch.receiver import MEMORY_LIMIT_FACTOR
 from teleloader_server import serve
 from teleloader_shared.messages import BACKGROUND_PRIORITY, CONSUMER_HEADER, PRIORITY_HEADER, batches_path
 from tests.conftest import eventually
@@ -28,11 +30,12 @@ class Logged:
 
     Args:
         path: The file.
-        epochs: Attribute with the epoch that `set_epoch` received last.
+        width: Number of values of a sample: its epoch and its index, repeatedly.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, width: int = 2) -> None:
         self.path = path
+        self.width = width
         self.epoch = -1
 
     def set_epoch(self, epoch: int) -> None:
@@ -45,7 +48,7 @@ class Logged:
     def __getitems__(self, indices: list[int]) -> list[Any]:
         with self.path.open("a") as log:
             log.write(f"{self.epoch} {indices[0]}\n")
-        return [np.array([self.epoch, index]) for index in indices]
+        return [np.resize([self.epoch, index], self.width) for index in indices]
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
@@ -54,6 +57,10 @@ class Logged:
         """Return the number of batches of an epoch that workers have computed."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         return sum(line.startswith(f"{epoch} ") for line in lines)
+
+    def has_computed(self, epoch: int, count: int) -> bool:
+        """Return True if workers have computed at least `count` batches of an epoch."""
+        return self.computed(epoch) >= count
 
 
 @pytest.fixture
@@ -79,6 +86,11 @@ def expected(of: Any, epoch: int) -> list[list[list[int]]]:
     return [[[epoch, index] for index in batch.tolist()] for batch in of.plan(epoch)]
 
 
+def stats(url: str) -> Any:
+    """Return the current /stats."""
+    return httpx.get(f"{url}/stats").raise_for_status().json()
+
+
 def received(batches: Any) -> list[list[list[int]]]:
     """Return batches as lists."""
     return [batch.tolist() for batch in batches]
@@ -102,6 +114,53 @@ def test_at_most_one_prefetch_window_is_computed_in_vain(dataset: Logged, url: s
     eventually(lambda: dataset.computed(3) == WINDOW)
     list(loader(url, prefetch_next_epoch=False))  # further time for the workers
     assert [dataset.computed(epoch) for epoch in range(5)] == [BATCHES, BATCHES, BATCHES, WINDOW, 0]
+
+
+def test_two_epochs_together_stay_within_the_memory_limit(tmp_path: Path) -> None:
+    """Batches of the current epoch that the training loop has not received count towards the limit of the next one."""
+    dataset = Logged(tmp_path / "log", 2**16 + 2**10)  # one batch per response
+    with serve(dataset, num_workers=WORKERS) as url:
+        largest = SIZE * 9 * dataset.width  # a batch has 8 bytes per value
+        loading = loader(url, max_batch_bytes=largest, prefetch_factor=BATCHES)
+        batches = iter(loading)
+        for _ in range(BATCHES - 2):
+            next(batches)
+        for kept in (2, 0):
+            eventually(partial(dataset.has_computed, 1, MEMORY_LIMIT_FACTOR + 1 - kept))
+            list(loader(url, prefetch_next_epoch=False))  # further time for the workers
+            assert dataset.computed(1) == MEMORY_LIMIT_FACTOR + 1 - kept
+            assert len(list(batches)) == kept
+        assert [batch[:, :2].tolist() for batch in loading] == expected(loading, 1)
+
+
+def test_prefetched_batches_are_not_lent(tmp_path: Path) -> None:
+    """The training loop may keep them for long, so they occupy no shared memory of the server."""
+    dataset = Logged(tmp_path / "log", 2**16)
+    with serve(dataset, num_workers=WORKERS) as url:
+        loading = loader(url)
+        assert len(list(loading)) == BATCHES
+        eventually(lambda: dataset.computed(1) == WINDOW)
+        eventually(lambda: stats(url)["datasets"][0]["batches_sent"] == BATCHES + WINDOW)
+        eventually(lambda: stats(url)["server"]["memory_lent"] == 0)
+
+
+def test_several_servers_share_the_prefetched_batches(tmp_path: Path) -> None:
+    """Each batch of the next epoch is computed once, by the server that computes it for all clients."""
+    dataset = Logged(tmp_path / "log")
+    with serve(dataset, num_workers=1) as first, serve(dataset, num_workers=1) as second:
+        loading = DataLoader(RemoteDataset([first, second]), SIZE, True, seed=7, output="numpy")
+        for epoch in range(3):
+            assert received(loading) == expected(loading, epoch)
+            eventually(partial(dataset.has_computed, epoch + 1, WINDOW))
+        assert [dataset.computed(epoch) for epoch in range(3)] == [BATCHES] * 3
+
+
+def test_an_iterator_alone_does_not_prefetch_the_next_epoch(dataset: Logged, url: str) -> None:
+    """Without the loader, no other epoch can start."""
+    batches = iter(loader(url))
+    assert len(list(batches)) == BATCHES
+    list(loader(url, prefetch_next_epoch=False))  # further time for the workers
+    assert dataset.computed(1) == 0
 
 
 def test_prefetching_can_be_disabled(dataset: Logged, url: str) -> None:
@@ -219,7 +278,7 @@ def test_prefetching_ends_with_the_loader(url: str) -> None:
     eventually(lambda: threads("teleloader-receiver"))
     del loading
     eventually(lambda: not threads("teleloader-receiver"))
-    eventually(lambda: not [c for c in httpx.get(f"{url}/stats").json()["consumers"] if c["waiting"] and not c["idle"]])
+    eventually(lambda: not [c for c in stats(url)["consumers"] if c["waiting"] and not c["idle"]])
 
 
 def threads(name: str) -> list[threading.Thread]:
@@ -261,7 +320,7 @@ def test_a_request_with_the_lowest_urgency_goes_last(tmp_path: Path) -> None:
             return thread
 
         def are_open(count: int) -> Callable[[], bool]:
-            return lambda: len(httpx.get(f"{url}/stats").json()["consumers"]) == count
+            return lambda: len(stats(url)["consumers"]) == count
 
         requests = [request(0)]
         eventually(are_open(1))
@@ -276,6 +335,28 @@ def test_a_request_with_the_lowest_urgency_goes_last(tmp_path: Path) -> None:
     assert dataset.log.read_text().split() == ["0", "2", "1"]
 
 
+def test_a_pending_request_becomes_urgent_when_the_epoch_starts(tmp_path: Path) -> None:
+    """The server counts a wait for the batch only from then on."""
+    dataset = Gated(tmp_path)
+    with serve(dataset, num_workers=1) as url:
+        blocking = DataLoader(RemoteDataset(url), 1, seed=0, output="numpy")
+        blocked = iter(blocking)  # the only worker is busy with batch 0
+        eventually(lambda: dataset.log.exists())
+        loading = DataLoader(RemoteDataset(url), 1, seed=0, output="numpy")
+        loading.load_state_dict({**loading.state_dict(), "epoch": 1, "samples": 3})
+
+        def waiting() -> list[float]:
+            return [c["waiting"] for c in stats(url)["consumers"] if c["epoch"] == 1]
+
+        eventually(waiting)
+        assert waiting() == [0.0]
+        batches = iter(loading)
+        eventually(lambda: waiting()[0] > 0)
+        dataset.gate.touch()
+        assert next(batches).tolist() == [3]
+        assert next(blocked).tolist() == [0]
+
+
 def _registered(remote: RemoteDataset) -> str:
     spec = DataLoader(remote, 1, seed=0, output="numpy").spec
     return remote.register(spec, 0)[1].key
@@ -285,8 +366,8 @@ def test_waits_of_prefetching_are_not_those_of_the_training_loop(url: str) -> No
     """The server counts no wait of a consumer whose training loop has not started the epoch."""
     loading = loader(url)
     assert len(list(loading)) == BATCHES
-    eventually(lambda: httpx.get(f"{url}/stats").json()["datasets"][0]["batches_sent"] == BATCHES + WINDOW)
-    waits = {c["epoch"]: c["waiting"] for c in httpx.get(f"{url}/stats").json()["consumers"]}
+    eventually(lambda: stats(url)["datasets"][0]["batches_sent"] == BATCHES + WINDOW)
+    waits = {c["epoch"]: c["waiting"] for c in stats(url)["consumers"]}
     assert waits.get(1, 0.0) == 0.0
     assert loading.stats().epoch == 0
     assert loading.stats().steps == BATCHES
