@@ -407,6 +407,20 @@ def test_the_window_extends_over_two_epochs() -> None:
     assert spans(scheduler) == [(4, 5)]
 
 
+def test_the_end_of_the_epoch_before_does_not_enlarge_the_window() -> None:
+    """The window grows with the rate of the training loop only after the epoch has started."""
+    scheduler = RangeScheduler(0, 1000, prefetch_factor=2, is_background=True)
+    scheduler.joined(0, num_workers=2)
+    scheduler.over_memory = False
+    scheduler.approach(3)
+    for preceding, now in ((3, 0.0), (2, 1.0), (0, 1.1)):
+        scheduler.approach(preceding)
+        assert scheduler.next_request() is not None
+        scheduler.arrived(1, 10**7)
+        scheduler.paced(now)
+    assert scheduler.window == 4
+
+
 def test_nothing_is_computed_beyond_the_window_before_the_epoch_starts() -> None:
     """No batches are announced, no request is hedged, and there is one connection, until the epoch starts."""
     scheduler = RangeScheduler(0, 4, prefetch_factor=2, is_background=True)

@@ -553,7 +553,7 @@ class RangeScheduler:
 
     def paced(self, now: float) -> None:
         """Update the estimated batch rate of the training loop; called whenever batches arrive."""
-        if self._pace_mark is None:
+        if self._pace_mark is None or self.is_background:  # `approach` moves `taken` by several batches at once
             self._pace_mark = (now, self.taken)
             return
         then, taken = self._pace_mark
