@@ -303,6 +303,7 @@ class FaultProxy:
         self._ready.set()
         await self._over.wait()
         server.close()
+        await asyncio.sleep(0.01)  # a handler that has not started when it is cancelled does not close its connection
         handlers = [connection.task for connection in self._connections]
         for handler in handlers:
             handler.cancel()
@@ -318,7 +319,8 @@ class FaultProxy:
             pass  # the proxy ends; asyncio would report a handler that was cancelled
         finally:
             self._connections.discard(connection)
-            connection.end(reset=False)
+            # at the end of the proxy, a client that still receives may leave bytes that close() would wait for
+            connection.end(reset=self._over.is_set())
 
 
 class _Connection:

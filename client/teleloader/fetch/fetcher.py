@@ -157,8 +157,11 @@ class Fetcher:
             connection.shut_down()
 
     def expedite(self) -> None:
-        """Send the pending request again with normal priority; requires the reorder buffer's lock."""
-        if self._in_background is not None:
+        """Send the pending request again with normal priority, unless its response has begun to arrive.
+
+        Requires the reorder buffer's lock.
+        """
+        if self._in_background is not None and not self._in_background.first_byte:
             self._in_background.shut_down()
 
     def follow(self, servers: Iterable[BatchServer]) -> None:

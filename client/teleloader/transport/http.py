@@ -227,7 +227,7 @@ class HttpConnection:
 
     def send(self, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:
         """Send the HTTP request for batches."""
-        self._sent_token = self._server.credentials.token
+        self._sent_token, self.first_byte = self._server.credentials.token, 0
         if self._channel is not None and not self._channel.is_open:
             self._channel.close()
             self._channel = open_channel(self._server.offer)
