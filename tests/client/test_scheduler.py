@@ -422,11 +422,11 @@ def test_the_end_of_the_epoch_before_does_not_enlarge_the_window() -> None:
 
 
 def test_nothing_is_computed_beyond_the_window_before_the_epoch_starts() -> None:
-    """No batches are announced, no request is hedged, and there is one connection, until the epoch starts."""
+    """The server computes the window, no request is hedged, and there is one connection, until the epoch starts."""
     scheduler = RangeScheduler(0, 4, prefetch_factor=2, is_background=True)
     scheduler.joined(0, num_workers=2)
     scheduler.over_memory = False
-    assert ranges(scheduler) == [request(k, k + 1, 0) for k in range(4)]
+    assert ranges(scheduler) == [request(k, k + 1, 3 - k) for k in range(4)]
     assert scheduler.connections == 1
     other = scheduler.add_server()
     scheduler.joined(other, num_workers=2)

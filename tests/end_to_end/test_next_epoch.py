@@ -125,10 +125,11 @@ def test_two_epochs_together_stay_within_the_memory_limit(tmp_path: Path) -> Non
         batches = iter(loading)
         for _ in range(BATCHES - 2):
             next(batches)
-        for kept in (2, 0):
-            eventually(partial(dataset.has_computed, 1, MEMORY_LIMIT_FACTOR + 1 - kept))
-            list(loader(url, prefetch_next_epoch=False))  # further time for the workers
-            assert dataset.computed(1) == MEMORY_LIMIT_FACTOR + 1 - kept
+        for number, kept in enumerate((2, 0), 1):
+            expected_sent = BATCHES * number + MEMORY_LIMIT_FACTOR + 1 - kept
+            eventually(lambda least=expected_sent: stats(url)["datasets"][0]["batches_sent"] >= least)  # type: ignore[misc]
+            list(loader(url, prefetch_next_epoch=False))  # further time for the server
+            assert stats(url)["datasets"][0]["batches_sent"] == expected_sent + BATCHES
             assert len(list(batches)) == kept
         assert [batch[:, :2].tolist() for batch in loading] == expected(loading, 1)
 

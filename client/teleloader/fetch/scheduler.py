@@ -182,7 +182,7 @@ class RangeScheduler:
 
         A second connection carries the next request while a response is received on the first one. Shards use only one,
         because two requests may overtake each other, and a shard cannot go back to an earlier batch. In the background,
-        requests need not be fast, and the one connection is replaced when the training loop starts the epoch.
+        responses need not be fast, and the one connection is replaced when the training loop starts the epoch.
         """
         return 1 if self._shards or self.is_background else 2
 
@@ -300,9 +300,9 @@ class RangeScheduler:
 
     def _ahead(self, server: int) -> int:
         """Return the number of batches that the server computes beyond the requested ones."""
-        if self._shards:  # shards deliver in turn, so only one request is sent at a time
+        if self._shards or self.is_background:  # only one request is sent at a time: for all workers, but not more
             return max(0, self.taken + self.window - self._requested)
-        if not self.adaptive or self._joining or self.is_background:  # in the background, only the window is computed
+        if not self.adaptive or self._joining:
             return 0
         small = RESPONSES_AHEAD * (self._batches_together - 1)  # 0 if a response carries one batch, which may be large
         most = min(small, self.window, MAX_AHEAD)
