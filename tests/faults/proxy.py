@@ -25,7 +25,6 @@ import re
 import socket
 import struct
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -196,8 +195,6 @@ class FaultProxy:
         self._line = Line()
         self._armed: deque[tuple[Part, str, Fault]] = deque()
         self._connections: set[_Connection] = set()
-        self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
-        """Both sides of all connections."""
         self._runner = asyncio.Runner()
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
         self._ready = threading.Event()
@@ -306,19 +303,13 @@ class FaultProxy:
         self._ready.set()
         await self._over.wait()
         server.close()
-        for _ in range(10):  # a handler that is cancelled before it has started would not close its connection
-            await asyncio.sleep(0)
         handlers = [connection.task for connection in self._connections]
         for handler in handlers:
             handler.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
-        for transport in list(self._transports):  # close() waits until all bytes are sent
-            transport.abort()
-        await asyncio.sleep(0)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
-        self._transports.add(writer.transport)
         connection = _Connection(self, reader, writer)
         self._connections.add(connection)
         try:
@@ -362,7 +353,6 @@ class _Connection:
             _reset(self._client[1])
             return
         self._writers.append(server[1])
-        self._proxy._transports.add(server[1].transport)
         ways: list[Coroutine[Any, Any, None]] = [
             self._way(self._client[1], lambda to: self._answers(server[0], to)),
             self._way(server[1], lambda to: self._requests(self._client[0], to)),
