@@ -19,6 +19,7 @@ from teleloader.sampling import IndexLists
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.placement import Placement
+from teleloader.transport.interface import BatchServer
 from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import tracing
@@ -60,15 +61,48 @@ class Start:
     before: Measures
     """Measurements of the loader's previous iteration."""
 
-    def open(self, dataset: RemoteDataset | DirectDataset) -> Iteration:
+    def open(self, dataset: RemoteDataset | DirectDataset, ahead: NextEpoch | None = None) -> Iteration:
         """Create the iteration and start fetching batches.
+
+        Args:
+            dataset: Dataset to load from.
+            ahead: Prefetched batches; they are used if they are those of this iteration.
 
         Raises:
             ServerUnavailable: If no server responds.
             DatasetChanged: If the servers host data with another fingerprint than that of `spec`.
             ProtocolError: If the server reports another number of batches than the client computed.
         """
-        return self._open_here(dataset) if isinstance(dataset, DirectDataset) else self._open_remote(dataset)
+        if isinstance(dataset, DirectDataset):
+            return self._open_here(dataset)
+        receiver = None if ahead is None else ahead.take(self, dataset)
+        if receiver is None:
+            return self._open_remote(dataset)
+        length = dataset.info.length
+        progress, _ = self._progress(self.spec, length, keeps_dataset=self.keeps_workers)
+        return self._received(dataset, self.spec, progress, receiver, length)
+
+    def prefetch(self, dataset: RemoteDataset, iterator: LoaderIterator) -> Receiver:
+        """Return a receiver that prefetches batches in the background, before the training loop starts the epoch.
+
+        Args:
+            dataset: Dataset to load from.
+            iterator: Iterator that closes the receiver when it is deleted.
+        """
+        progress, stop = self._progress(self.spec, dataset.info.length, keeps_dataset=self.keeps_workers)
+        key = self.spec.key
+        scheduler = RangeScheduler(
+            progress.batch,
+            stop,
+            self.prefetch_factor,
+            adaptive=self.order.adaptive,
+            loader=key,
+            epoch=self.position.epoch,
+            is_background=True,
+        )
+        receiver = self._receiver(dataset, None, self.spec, key, scheduler, None)
+        iterator.begin(self._iteration(dataset, self.spec, progress, receiver, None, dataset.info.length))
+        return receiver
 
     def _open_here(self, dataset: DirectDataset) -> Iteration:
         spec, epoch, placement = self.spec, self.position.epoch, self.placement
@@ -116,11 +150,23 @@ class Start:
             loader=registered.key,
             epoch=epoch,
         )
-        buffers = self.placement.buffers()
+        receiver = self._receiver(dataset, server, spec, registered.key, scheduler, previous_states)
+        return self._received(dataset, spec, progress, receiver, registered.length)
+
+    def _receiver(
+        self,
+        dataset: RemoteDataset,
+        server: BatchServer | None,
+        spec: LoaderSpec,
+        key: str,
+        scheduler: RangeScheduler,
+        previous_states: tuple[str | None, ...] | None,
+    ) -> Receiver:
+        epoch, buffers = self.position.epoch, self.placement.buffers()
         options = FetchOptions(
             spec=spec,
             previous_states=previous_states,
-            key=registered.key,
+            key=key,
             epoch=epoch,
             consumer=LoaderIterator.consumer_name(spec.rank, self.loader),
             buffers=buffers,
@@ -128,13 +174,17 @@ class Start:
             max_batch_bytes=self.max_batch_bytes,
             reconnect_timeout=dataset.reconnect_timeout,
             environment=dataset.environment,
-            trace=IterationTrace(registered.key, epoch) if tracing.is_on() else None,
+            trace=IterationTrace(key, epoch) if tracing.is_on() else None,
         )
-        measures = Measures(epoch, buffers, self.before.report())
-        receiver = Receiver(dataset, server, options, scheduler, measures, stays=self._stays)
+        measures = Measures(epoch, buffers, self.before, is_background=scheduler.is_background)
+        return Receiver(dataset, server, options, scheduler, measures, stays=self._stays)
+
+    def _received(
+        self, dataset: RemoteDataset, spec: LoaderSpec, progress: Progress, receiver: Receiver, length: int | None
+    ) -> Iteration:
         target = self.placement.target
         stager = None if target is None else Stager(receiver.reorder_buffer, target, self.device_ahead)
-        return self._iteration(dataset, spec, progress, receiver, stager, registered.length)
+        return self._iteration(dataset, spec, progress, receiver, stager, length)
 
     @property
     def _spec_to_register(self) -> LoaderSpec:
@@ -190,3 +240,79 @@ class Start:
             transform=self.transform,
             max_errors=self.max_errors,
         )
+
+    def fetches_as(self, other: Start) -> bool:
+        """Return True if an iteration with other parameters fetches the same batches in the same way."""
+        mine, theirs = (
+            (
+                start.spec, start.position.epoch, start.position.batch, start.placement.memory, start.prefetch_factor,
+                start.max_batch_bytes,
+            )
+            for start in (self, other)
+        )  # fmt: skip
+        return mine == theirs
+
+
+class NextEpoch:
+    """Batches of the epoch that a loader will probably start next, which are prefetched in the background.
+
+    The batches are in seeded order. The training loop's thread calls all methods.
+
+    Args:
+        start: Parameters of that epoch.
+        dataset: Dataset to load from.
+    """
+
+    def __init__(self, start: Start, dataset: RemoteDataset) -> None:
+        self._start: Start | None = start
+        self._dataset = dataset
+        self._receiver: Receiver | None = None
+        """Receiver of the batches; None before `prefetch`."""
+        self._iterator: LoaderIterator | None = None
+        """Iterator that closes the receiver when it is deleted, and at the end of the process."""
+
+    def expect(self, epoch: int) -> None:
+        """Replace the epoch by another one; do nothing if it is this one, or if it was already started."""
+        if self._start is not None and self._start.position.epoch != epoch:
+            self._start = replace(self._start, position=Position(epoch))
+            self._iterator = self._receiver = None
+
+    def prefetch(self, preceding: int, nbytes: float) -> None:
+        """Prefetch the batches that are in the prefetch window.
+
+        Args:
+            preceding: Number of batches that the training loop takes from the epoch before.
+            nbytes: Memory of these batches in bytes.
+        """
+        if self._receiver is None and self._start is not None and self._can_prefetch:
+            self._iterator = LoaderIterator()
+            try:
+                self._receiver = self._start.prefetch(self._dataset, self._iterator)
+            except RuntimeError:  # the process cannot start further threads
+                self._start = None
+        if self._receiver is not None:
+            self._receiver.reorder_buffer.approach(preceding, nbytes)
+
+    @property
+    def _can_prefetch(self) -> bool:
+        known = self._dataset.servers.known
+        return bool(known) and all(server.computes_in_background for server in known)
+
+    def take(self, start: Start, dataset: RemoteDataset) -> Receiver | None:
+        """Return the receiver of the prefetched batches for an epoch that starts.
+
+        Args:
+            start: Parameters of the epoch.
+            dataset: Dataset to load from.
+
+        Returns:
+            The receiver; None if this epoch was not prefetched, or prefetching has failed.
+        """
+        expected, iterator, receiver = self._start, self._iterator, self._receiver
+        self._start = self._iterator = self._receiver = None
+        if expected is None or iterator is None or receiver is None or iterator.is_copy:
+            return None
+        if dataset is not self._dataset or not start.fetches_as(expected) or not receiver.begin():
+            return None  # the iterator is deleted
+        iterator.release()
+        return receiver

@@ -32,7 +32,7 @@ from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Prog
 from teleloader.frameworks import SkippedBatches, integrate_accelerate, is_lightnings_seeding
 from teleloader.functions import name_on_server
 from teleloader.hosting import find_dataset
-from teleloader.iterations import Start
+from teleloader.iterations import NextEpoch, Start
 from teleloader.mixture import Mixture
 from teleloader.orders import Order, Orders, distributed_rank
 from teleloader.sampling import (
@@ -49,7 +49,7 @@ from teleloader.state import Position
 from teleloader.stats import LoaderStats, Measures
 from teleloader.tensors.devices import current_accelerator
 from teleloader.tensors.output import Output, choose_output
-from teleloader.tensors.placement import Placement, check_placement, place
+from teleloader.tensors.placement import Placement, check_placement, initializes_device, place
 from teleloader_shared import local
 from teleloader_shared.buffers import BufferPool
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
@@ -158,6 +158,10 @@ class DataLoader(Generic[Batch]):
             None by default.
         device_ahead: Batches to copy to the device before the training loop requests them, at least 0; 2 by default.
             Each occupies device memory.
+        prefetch_next_epoch: Whether to prefetch the first batches of the next epoch at the end of an epoch, so that
+            the training loop waits for the first batch no longer than for others; True by default. Applies to the
+            seeded order with shared workers. Servers compute these batches with the lowest priority. The loader keeps
+            them in memory until the next epoch, and discards up to one prefetch window after the last one.
         on_error: What to do if the dataset raises an exception for a sample. ``"raise"`` (the default) raises it in
             ``next()``, as torch. ``"skip"`` omits the sample, so that the batch is shorter, and ``"replace"`` uses
             another sample of the dataset, chosen by seed, epoch, batch and position; both retry the sample first.
@@ -208,6 +212,7 @@ class DataLoader(Generic[Batch]):
         device: Any = None,
         device_transform: Callable[[Any], Batch] | None = None,
         device_ahead: int = DEFAULT_DEVICE_AHEAD,
+        prefetch_next_epoch: bool = True,
         sharding: Any = None,
         on_error: OnError = "raise",
         error_retries: int = 2,
@@ -238,6 +243,7 @@ class DataLoader(Generic[Batch]):
         self.multiprocessing_context = as_context(multiprocessing_context)
         self.device, self.device_transform, self.device_ahead = device, device_transform, device_ahead
         self.sharding = sharding
+        self.prefetch_next_epoch = prefetch_next_epoch
         check_errors(on_error, max_errors, iterable=remote.iterable)
         self.max_errors = max_errors
         self.batch_size, self.drop_last = (batch_size, drop_last) if batch_sampler is None else (None, False)
@@ -283,6 +289,8 @@ class DataLoader(Generic[Batch]):
         """Progress of the last iterator; None if the next position does not depend on it."""
         self._last: Callable[[], LoaderIterator | None] = lambda: None
         """Weak reference to the last iterator; returns None once the iterator was deleted."""
+        self._next_epoch: NextEpoch | None = None
+        """Prefetched batches of the epoch that probably starts next; None if it cannot be prefetched."""
         self._iterator: LoaderIterator | None = None
         """With persistent workers, the iterator that every ``iter()`` returns, as in torch."""
         if self._order.has_plan:
@@ -456,7 +464,8 @@ class DataLoader(Generic[Batch]):
             elif begun.base_seed is None and self._seed is None:
                 self._next = self._next._replace(base_seed=self._draw_base_seed() if draws else iterator.base_seed)
             check_iteration(self.num_workers, self.timeout, self.prefetch_factor)
-            iteration = self._start(order, lists, iterator.spec, placement).open(self._remote)
+            start = self._start(order, lists, iterator.spec, placement)
+            iteration = start.open(self._remote, self._next_epoch)
             iterator.begin(iteration)
             if resumed and resumed["drawn"]:
                 iteration.feed()
@@ -468,6 +477,17 @@ class DataLoader(Generic[Batch]):
         self._progress, self._last = iteration.progress, weakref.ref(iterator)
         self._measures = iteration.measures
         self._next = Position(begun.epoch + 1)
+        following = replace(start, position=self._next, lists=None, before=iteration.measures)
+        self._next_epoch = self._prefetchable(following)
+        if self._next_epoch is not None:
+            # weak: without the loader, no other epoch can start
+            iteration.next_epoch = weakref.WeakMethod(self._next_epoch.prefetch)
+
+    def _prefetchable(self, start: Start) -> NextEpoch | None:
+        """Return the object that prefetches an epoch, or None if the batches depend on when the epoch starts."""
+        if not self.prefetch_next_epoch or not start.order.has_plan or start.spec.session is not None:
+            return None
+        return None if isinstance(self._remote, DirectDataset) else NextEpoch(start, self._remote)
 
     def _initial_position(self, order: Order, first_batch: int) -> Position:
         position, progress = self._next, self._progress
@@ -578,6 +598,8 @@ class DataLoader(Generic[Batch]):
             raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
         if epoch != self._next.epoch:
             self._next = Position(operator.index(epoch))
+        if self._next_epoch is not None:
+            self._next_epoch.expect(operator.index(epoch))
         if self._progress is not None and self._progress.position.epoch != epoch:
             self._next = self._next._replace(sampler=self._progress.following.sampler)
             self._progress = None
@@ -624,6 +646,9 @@ class DataLoader(Generic[Batch]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position.
 
+        In seeded order, prefetching starts immediately, for the current rank. With `device` or `pin_memory`, this
+        requires that the process already uses the accelerator.
+
         Args:
             state_dict: A state that `state_dict` returned, in this or another process.
 
@@ -636,7 +661,12 @@ class DataLoader(Generic[Batch]):
         order.resume(position)
         self._random_state(order).restore(generators)
         self._next = position
-        self._progress = self._iterator = None
+        self._progress = self._iterator = self._next_epoch = None
+        # before its first use of an accelerator, the process may still select a device, or fork
+        if order.has_plan and not initializes_device(self.device, pin_memory=self.pin_memory):
+            self._next_epoch = self._prefetchable(self._start(order, None, None, self._placement()))
+            if self._next_epoch is not None:
+                self._next_epoch.prefetch(0, 0.0)
 
     def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
         """Return the values that must be equal in a loader that resumes from this loader's state."""

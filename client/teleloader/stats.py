@@ -65,11 +65,17 @@ class Measures:
     Args:
         epoch: Epoch number; None before the first epoch.
         buffers: Allocator of the memory that responses are received into; None if there is no such memory.
-        before: Report on the loader's earlier iterations, which `report` adds to the current one.
+        before: Measurements of the loader's previous iteration; `report` adds its totals to those of this one.
+        is_background: Whether the training loop has not started the epoch.
     """
 
     def __init__(
-        self, epoch: int | None = None, buffers: HostBuffers | None = None, before: ConsumerReport | None = None
+        self,
+        epoch: int | None = None,
+        buffers: HostBuffers | None = None,
+        before: Measures | None = None,
+        *,
+        is_background: bool = False,
     ) -> None:
         self.steps = 0
         self.batches = 0
@@ -85,15 +91,26 @@ class Measures:
         self.copy = 0.0
         self.late_copies = 0
         """`copy` and `late_copies` are written by the thread that copies batches to a device."""
-        self._before = before or ConsumerReport(0.0, 0.0, 0, 0, 0)
+        self._before = ConsumerReport(0.0, 0.0, 0, 0, 0)
+        self._current = before
+        """Measurements of the iteration that the training loop is in, to report until `begin` is called."""
         self._began = time.perf_counter()
         self._ended = self._began if epoch is None else None
+        if not is_background:
+            self.begin()
         self._waits = Histogram()
         self._waited: tuple[float, float | None] = (0.0, None)
         """Total seconds of completed waits, and start time of a current wait; one tuple, because other threads read it
         without a lock."""
 
     # -- in the training loop's thread
+
+    def begin(self) -> None:
+        """Start the measurements, because the training loop starts the epoch."""
+        self._began = time.perf_counter()
+        if self._current is not None:
+            self._before = self._current.report()
+            self._current = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -123,6 +140,9 @@ class Measures:
 
     def report(self) -> ConsumerReport:
         """Return the report that the client sends to servers with each batch request."""
+        current = self._current
+        if current is not None:  # the training loop waits for batches of that iteration, not for these
+            return current.report()
         now, before = self._now, self._before
         return ConsumerReport(
             elapsed=before.elapsed + now - self._began,

@@ -122,6 +122,8 @@ class FakeServer:
 
 
 class _InProcessServer(BatchServer):
+    computes_in_background = False  # `before_batch` is called only for batches of epochs that the test starts
+
     def __init__(
         self, fake: FakeServer, url: str, timeout: float, credentials: Credentials, server_name: str | None
     ) -> None:

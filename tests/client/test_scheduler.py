@@ -385,3 +385,61 @@ def test_a_server_that_never_answers_holds_nobody_up(
                 wanted = scheduler.arrived(1, READY_BYTES, server, now)
         scheduler.taken = scheduler.received
     assert scheduler.received == length
+
+
+# --- The next epoch -----------------------------------------------------------------------------------------------
+
+
+def test_the_window_extends_over_two_epochs() -> None:
+    """Batches of the next epoch are requested in the part of the window that the current epoch does not need."""
+    scheduler = RangeScheduler(0, 100, prefetch_factor=2, is_background=True)
+    scheduler.joined(0, num_workers=2)
+    scheduler.over_memory = False
+    scheduler.approach(3)
+    assert spans(scheduler) == [(0, 1)]
+    scheduler.approach(1)
+    assert spans(scheduler) == [(1, 2), (2, 3)]
+    scheduler.approach(0)
+    assert spans(scheduler) == [(3, 4)]
+    scheduler.begin(now=0.0)
+    assert spans(scheduler) == []
+    scheduler.taken = 1
+    assert spans(scheduler) == [(4, 5)]
+
+
+def test_the_end_of_the_epoch_before_does_not_enlarge_the_window() -> None:
+    """The window grows with the rate of the training loop only after the epoch has started."""
+    scheduler = RangeScheduler(0, 1000, prefetch_factor=2, is_background=True)
+    scheduler.joined(0, num_workers=2)
+    scheduler.over_memory = False
+    scheduler.approach(3)
+    for preceding, now in ((3, 0.0), (2, 1.0), (0, 1.1)):
+        scheduler.approach(preceding)
+        assert scheduler.next_request() is not None
+        scheduler.arrived(1, 10**7)
+        scheduler.paced(now)
+    assert scheduler.window == 4
+
+
+def test_nothing_is_computed_beyond_the_window_before_the_epoch_starts() -> None:
+    """The server computes the window, no request is hedged, and there is one connection, until the epoch starts."""
+    scheduler = RangeScheduler(0, 4, prefetch_factor=2, is_background=True)
+    scheduler.joined(0, num_workers=2)
+    scheduler.over_memory = False
+    assert ranges(scheduler) == [request(k, k + 1, 3 - k) for k in range(4)]
+    assert scheduler.connections == 1
+    other = scheduler.add_server()
+    scheduler.joined(other, num_workers=2)
+    assert not scheduler.has_work(other, now=1000 * HEDGE_UNKNOWN)
+    scheduler.begin(now=1000 * HEDGE_UNKNOWN)
+    assert scheduler.connections == 2
+    assert not scheduler.has_work(other, now=1000 * HEDGE_UNKNOWN)
+    assert scheduler.has_work(other, now=1002 * HEDGE_UNKNOWN)
+
+
+def test_an_epoch_that_has_started_is_not_moved_back() -> None:
+    """A late call for the epoch before changes nothing."""
+    scheduler = RangeScheduler(5, 100, prefetch_factor=2, is_background=True)
+    scheduler.begin(now=0.0)
+    scheduler.approach(1)
+    assert scheduler.taken == 5

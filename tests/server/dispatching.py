@@ -91,14 +91,16 @@ class Service:
 
     def request(
         self, who: str, run: Epoch, start: int, stop: int, ahead: int = 0, *, of: str = "anyone",
-        batches: int = BATCHES, without: Collection[int] = (),
+        batches: int = BATCHES, without: Collection[int] = (), is_background: bool = False,
     ) -> PendingRequest:  # fmt: skip
         """Add a request of a principal's client for the batches [start, stop) that are not in `without`."""
         key, epoch = run
         requested = BatchRanges(range(start, stop))
         if without:
             requested = BatchRanges.of(k for k in requested if k not in without)
-        request = RangeRequest(consumer=who, key=key, epoch=epoch, batches=requested, prefetch=ahead)
+        request = RangeRequest(
+            consumer=who, key=key, epoch=epoch, batches=requested, prefetch=ahead, is_background=is_background
+        )
         loader = self.loader(key)
         loader.batches = batches
         return self.dispatcher.add_request(self.quota(of), request, loader, self.now)

@@ -18,11 +18,11 @@ from teleloader.fetch.shards import DeliveredShards
 from teleloader.fleet.trust import check_environment
 from teleloader.tensors.devices import Device
 from teleloader.tensors.memory import HostBuffers
-from teleloader.transport.interface import BatchServer, Connection, SilentConnection
+from teleloader.transport.interface import BatchServer, Connection, SilentConnection, TransportError
 from teleloader.transport.request import BatchRequest
 from teleloader.transport.response import decode
 from teleloader.transport.tracing import IterationTrace
-from teleloader_shared.codec import BatchId
+from teleloader_shared.codec import BatchId, Memory
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
 from teleloader_shared.messages import READY_BYTES
 from teleloader_shared.spec import LoaderSpec
@@ -138,6 +138,8 @@ class Fetcher:
         """Servers with which the loader was registered."""
         self._in_flight: deque[tuple[Connection, BatchRequest]] = deque()
         """Pending requests, in the order in which their responses are received."""
+        self._in_background: Connection | None = None
+        """Connection with a pending request of low priority; guarded by the reorder buffer's lock."""
         self._idle: list[Connection] = []
         self._connections: list[Connection] = []
         self._has_received = False
@@ -153,6 +155,14 @@ class Fetcher:
         """Shut down all connections to wake the thread at the end of the epoch; requires the reorder buffer's lock."""
         for connection in self._connections:
             connection.shut_down()
+
+    def expedite(self) -> None:
+        """Send the pending request again with normal priority, unless its response has begun to arrive.
+
+        Requires the reorder buffer's lock.
+        """
+        if self._in_background is not None and not self._in_background.first_byte:
+            self._in_background.shut_down()
 
     def follow(self, servers: Iterable[BatchServer]) -> None:
         """Use these servers after the next failure; the current server stays in use while it responds."""
@@ -192,7 +202,7 @@ class Fetcher:
             try:
                 self._receive_connected()
             except Exception as error:  # noqa: BLE001 - raised in the training loop if retries do not help
-                if self._reorder_buffer.is_over():
+                if self._reorder_buffer.is_over() or self._reorder_buffer.fail_in_background(error):
                     return
                 if self._has_received:
                     failures.reset()
@@ -271,14 +281,8 @@ class Fetcher:
                 self._await_work()
                 continue
             connection, wanted = self._in_flight[0]
-            try:
-                memory = connection.receive(
-                    self._options.buffers, len(wanted.batches), self._options.max_batch_bytes + READY_BYTES
-                )
-            except SilentConnection:
-                self._reorder_buffer.broke()
-                self._close(connection)
-                self._in_flight[0] = (self._send(self._connect(), wanted), wanted)
+            memory = self._receive(connection, wanted)
+            if memory is None:
                 continue
             began = time.perf_counter()
             last_byte = time.time_ns()
@@ -306,6 +310,26 @@ class Fetcher:
             else:
                 self._in_flight.popleft()
                 self._idle.append(connection)
+
+    def _receive(self, connection: Connection, wanted: BatchRequest) -> Memory | None:
+        """Receive the response to the oldest request; return None if the request was sent again instead."""
+        options = self._options
+        try:
+            memory = connection.receive(options.buffers, len(wanted.batches), options.max_batch_bytes + READY_BYTES)
+        except SilentConnection:
+            self._reorder_buffer.broke()
+        except TransportError:  # also if `expedite` has shut the connection down
+            if connection is not self._in_background or self._reorder_buffer.scheduler.is_background:
+                raise
+        else:
+            if self._in_background is not None:
+                with self._reorder_buffer.changed:
+                    self._in_background = None
+            return memory
+        self._in_background = None
+        self._close(connection)
+        self._in_flight[0] = (self._send(self._connect(), wanted), wanted)
+        return None
 
     def _register(self) -> None:
         server = self._servers[0]
@@ -337,8 +361,14 @@ class Fetcher:
     def _send(self, connection: Connection, wanted: BatchRequest) -> Connection:
         if self._shards is not None:
             self._shards.request(wanted)
+        wanted = wanted._replace(is_background=self._reorder_buffer.scheduler.is_background)
         connection.send(wanted, None if self._options.trace is None else self._options.trace.start(wanted))
         self._last_request = time.monotonic()
+        if wanted.is_background:
+            with self._reorder_buffer.changed:
+                self._in_background = connection
+                if not self._reorder_buffer.scheduler.is_background:  # the epoch has started meanwhile
+                    self.expedite()
         return connection
 
     def _usable(self, connection: Connection | None) -> Connection:
@@ -383,6 +413,7 @@ class Fetcher:
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
+            self._in_background = None
         self._in_flight.clear()
         self._idle.clear()
 

@@ -152,6 +152,9 @@ class Iteration:
     """Applied to each batch in the training loop's thread; None for no transform."""
     max_errors: float
     """Fraction of the samples of the epoch that may be skipped or replaced."""
+    next_epoch: Callable[[], Callable[[int, float], object] | None] | None = None
+    """Weak reference to the function that prefetches the next epoch, given number and bytes of the batches that the
+    training loop has not received; None for no prefetching."""
     # attributes instead of properties: next() reads them ten times for each batch
     reorder_buffer: ReorderBuffer | DirectReceiver = field(init=False)
     scheduler: RangeScheduler = field(init=False)
@@ -221,6 +224,16 @@ class Iteration:
         if lists.exhausted:
             self.progress.longest = lists.drawn if lists.error is None else None
             self.reorder_buffer.complete()
+
+    def prefetch_next(self, left: int) -> None:
+        """Prefetch the next epoch, because all batches of this one are requested.
+
+        Args:
+            left: Number of batches that the training loop has not received.
+        """
+        prefetch = None if self.next_epoch is None else self.next_epoch()
+        if prefetch is not None and isinstance(self.reorder_buffer, ReorderBuffer):
+            prefetch(left, self.reorder_buffer.rest_bytes)
 
     def over(self) -> bool:
         """Return True if the training loop has received the last batch of the epoch."""
@@ -296,6 +309,13 @@ class LoaderIterator:
         self._finalizer.atexit = False  # see `_leave`
         _iterations.add(iteration)
 
+    def release(self) -> None:
+        """Forget the iteration without closing its receiver."""
+        if self._finalizer is not None and self._iteration is not None:
+            self._finalizer.detach()
+            _iterations.discard(self._iteration)
+            self._iteration = None
+
     @property
     def position(self) -> Position | None:
         """Position to resume from, see `Iteration.position`; None before `begin`, and in a forked child process."""
@@ -352,6 +372,8 @@ class LoaderIterator:
         """Release the batch's resources and count the batch; repeatable after an interruption."""
         number = delivery.frame.batch_id.batch
         current.reorder_buffer.take(number)
+        if current.next_epoch is not None and current.scheduler.requested_all:
+            current.prefetch_next(current.scheduler.stop - number - 1)
         if current.stager is not None:
             current.stager.discard(delivery.frame)
         current.measures.step(number)

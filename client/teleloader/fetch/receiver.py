@@ -29,7 +29,7 @@ class Receiver:
 
     Args:
         dataset: Dataset with the servers to receive from.
-        registered_at: Server at which the loader is registered.
+        registered_at: Server at which the loader is registered; None to register it in the background.
         options: Parameters of the requests.
         scheduler: Scheduler of the requests.
         measures: Counters of received batches.
@@ -44,7 +44,7 @@ class Receiver:
     def __init__(
         self,
         dataset: RemoteDataset,
-        registered_at: BatchServer,
+        registered_at: BatchServer | None,
         options: FetchOptions,
         scheduler: RangeScheduler,
         measures: Measures,
@@ -59,7 +59,8 @@ class Receiver:
         self._lock = threading.RLock()
         """Held while servers join and leave; reentrant, because a finalizer in its thread may call `close`."""
         # a shard is iterated by a worker of one server, so its batches cannot be distributed
-        group = self._in_turn(registered_at) if scheduler.has_shards else [registered_at]
+        first = registered_at or nearest(self._servers.known, self._subset)[0]
+        group = self._in_turn(first) if scheduler.has_shards else [first]
         self.reorder_buffer = ReorderBuffer(
             scheduler,
             [server.url for server in group],
@@ -69,12 +70,13 @@ class Receiver:
             stays=stays,
         )
         with self.reorder_buffer.changed:  # the scheduler must know all servers before the first request
-            self._fetchers = [self._fetcher(0, group, is_registered=True)]
+            self._fetchers = [self._fetcher(0, group, is_registered=registered_at is not None)]
             """Fetchers whose threads may still run."""
-            self._current = {registered_at.url: self._fetchers[0]}
+            self._current = {first.url: self._fetchers[0]}
             """Fetchers of the servers that are requested batches, by URL; one fetcher if the dataset has shards."""
             self.follow(self._servers.known)
-        self._servers.follow(self)
+        if not scheduler.is_background:
+            self._servers.follow(self)
 
     def follow(self, servers: Sequence[BatchServer]) -> None:
         """Request batches from these servers from now on; pending responses of other servers are still received."""
@@ -115,6 +117,23 @@ class Receiver:
         return Fetcher(
             number, servers, self._options, self.reorder_buffer, self._servers.failed, is_registered=is_registered
         )
+
+    def begin(self) -> bool:
+        """Receive with normal priority from now on, because the training loop starts the epoch.
+
+        Returns:
+            False if prefetching the epoch has failed; the receiver must be closed.
+        """
+        buffer = self.reorder_buffer
+        with buffer.lock:
+            if not buffer.begin():
+                return False
+            for fetcher in self._fetchers:
+                fetcher.expedite()
+        buffer.measures.begin()
+        self.follow(self._servers.known)
+        self._servers.follow(self)
+        return True
 
     def close(self, why: BaseException | None = None) -> None:
         """Stop the receiving threads and close their connections.

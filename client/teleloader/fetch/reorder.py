@@ -100,6 +100,8 @@ class ReorderBuffer:
         self._callback: Callable[[], object] | None = None
         self._idle_threads = 0
         """Number of receiving threads that have nothing to request."""
+        self._preceding_bytes = 0.0
+        """Memory of the epoch before that counts towards the limit, in bytes; 0 once this epoch has started."""
         self._failing: dict[str, Exception | None] = dict.fromkeys(urls)
         """Final error by server URL; None for servers that have not failed."""
         self._error: BaseException | None = None
@@ -189,6 +191,38 @@ class ReorderBuffer:
                 self._check_memory()
             if was_over_memory or self._is_ready is not None or (self._idle_threads and self.scheduler.has_room):
                 self.changed.notify_all()
+
+    @property
+    def rest_bytes(self) -> float:
+        """Bytes of memory of the batches that the training loop has not received; estimated for missing batches."""
+        scheduler, early = self.scheduler, len(self._early)
+        arrived, missing = scheduler.received - scheduler.start + early, scheduler.stop - scheduler.received - early
+        return self._bytes_in - self._bytes_out + missing * self._bytes_in / max(1, arrived)
+
+    def approach(self, preceding: int, nbytes: float) -> None:
+        """Prefetch an epoch that has not started, within the limits of both epochs together.
+
+        Args:
+            preceding: Number of batches that the training loop takes from the epoch before.
+            nbytes: Memory of these batches in bytes.
+        """
+        with self.lock:
+            if self.scheduler.is_background:
+                self._preceding_bytes = nbytes
+                self.scheduler.approach(preceding)
+                self._check_memory()
+                self.changed.notify_all()
+
+    def begin(self) -> bool:
+        """Record that the training loop starts the epoch; return False if prefetching the epoch has failed."""
+        with self.lock:
+            if self._error is not None or self.closed is not None:
+                return False
+            self._preceding_bytes = 0.0
+            self.scheduler.begin(time.monotonic())
+            self._check_memory()
+            self.changed.notify_all()
+            return True
 
     def feed(self, indices: dict[int, bytes]) -> None:
         """Add encoded index lists from a client-side sampler, and schedule the requests for these batches."""
@@ -375,7 +409,7 @@ class ReorderBuffer:
         """Update `over_memory`: True while buffered batches exceed the memory limit, so that requests are paused."""
         was_over_memory, self.scheduler.over_memory = (
             self.scheduler.over_memory,
-            self._bytes_in - self._bytes_out > self._memory_limit,
+            self._preceding_bytes + self._bytes_in - self._bytes_out > self._memory_limit,
         )
         if was_over_memory and not self.scheduler.over_memory:
             self.changed.notify_all()
@@ -451,6 +485,13 @@ class ReorderBuffer:
             self._error = error
             self._wake()
             self._end()
+
+    def fail_in_background(self, error: BaseException) -> bool:
+        """End the prefetching of an epoch that has not started, and return True; return False if it has started."""
+        with self.changed:
+            if self.scheduler.is_background:
+                self.fail(error)
+            return self.scheduler.is_background
 
     def sleep(self, seconds: float) -> None:
         """Sleep for `seconds`, or until `is_over` becomes true."""

@@ -108,6 +108,8 @@ class RangeScheduler:
         batch_rate: Batches/s that server 0 can compute, as it reports; None if unknown.
         loader: Key of the loader.
         epoch: Number of the epoch.
+        is_background: Whether the training loop has not started the epoch. Server 0 has then not registered the loader,
+            and nothing is requested before `approach`.
     """
 
     def __init__(
@@ -123,13 +125,18 @@ class RangeScheduler:
         batch_rate: float | None = None,
         loader: str = "",
         epoch: int = 0,
+        is_background: bool = False,
     ) -> None:
+        self.is_background = is_background
+        """True until the training loop starts the epoch."""
+        self.start = start
         self.taken = start
-        """Number of the next batch that the training loop receives."""
+        """Number of the next batch that the training loop receives; lower before it starts the epoch, so that the
+        prefetch window extends over both epochs."""
         self.received = start
         """Number of the first batch that has not arrived."""
         self.stop = stop
-        self.over_memory = False
+        self.over_memory = is_background
         """True while buffered batches exceed the memory limit, so that requests are paused."""
         self.needed = 0
         """Number of batches that are requested regardless of the memory limit and of the prefetch window."""
@@ -163,7 +170,9 @@ class RangeScheduler:
         """Time since which `received` is the next batch that has not arrived; None before the first request."""
         self._pace = 0.0
         self._pace_mark: tuple[float, int] | None = None
-        self.joined(self.add_server(), num_workers, name, batch_rate)
+        server = self.add_server()
+        if not self.is_background:
+            self.joined(server, num_workers, name, batch_rate)
 
     # -- selection of requests
 
@@ -172,9 +181,10 @@ class RangeScheduler:
         """Maximum number of concurrent connections per server.
 
         A second connection carries the next request while a response is received on the first one. Shards use only one,
-        because two requests may overtake each other, and a shard cannot go back to an earlier batch.
+        because two requests may overtake each other, and a shard cannot go back to an earlier batch. In the background,
+        responses need not be fast, and the one connection is replaced when the training loop starts the epoch.
         """
-        return 1 if self._shards else 2
+        return 1 if self._shards or self.is_background else 2
 
     @property
     def has_shards(self) -> bool:
@@ -185,6 +195,11 @@ class RangeScheduler:
     def shared(self) -> bool:
         """True if several servers share the batches."""
         return self._members > 1
+
+    @property
+    def requested_all(self) -> bool:
+        """True if all batches of the epoch have been requested, or assigned to a server."""
+        return self._requested >= self.stop
 
     @property
     def finished(self) -> bool:
@@ -285,7 +300,7 @@ class RangeScheduler:
 
     def _ahead(self, server: int) -> int:
         """Return the number of batches that the server computes beyond the requested ones."""
-        if self._shards:  # shards deliver in turn, so only one request is sent at a time
+        if self._shards or self.is_background:  # only one request is sent at a time: for all workers, but not more
             return max(0, self.taken + self.window - self._requested)
         if not self.adaptive or self._joining:
             return 0
@@ -319,6 +334,8 @@ class RangeScheduler:
     def _overdue_request(self, server: int, now: float) -> BatchRequest | None:
         """Return the request to hedge, or None: the rest of another server's, if it is overdue and awaited."""
         if self.taken < self.received or self._waits_since is None or now - self._waits_since < HEDGE_LEAST:
+            return None
+        if self.is_background:  # the training loop does not wait
             return None
         held = [
             (other, max(request.since, state.responded_at), request.wanted._replace(ahead=0))
@@ -365,6 +382,22 @@ class RangeScheduler:
         return any(self._is_usable(other, now) for other in self._servers.values())
 
     # -- events
+
+    def approach(self, preceding: int) -> None:
+        """Move the prefetch window of an epoch that has not started.
+
+        Args:
+            preceding: Number of batches that the training loop takes from the epoch before.
+        """
+        if self.is_background:
+            self.taken = self.start - preceding
+
+    def begin(self, now: float) -> None:
+        """Record that the training loop starts the epoch."""
+        self.is_background = False
+        self.taken = self.start
+        if self._waits_since is not None:
+            self._waits_since = now
 
     def add_server(self) -> int:
         """Return the number of another server, which is sent requests once it has `joined`."""
@@ -520,7 +553,7 @@ class RangeScheduler:
 
     def paced(self, now: float) -> None:
         """Update the estimated batch rate of the training loop; called whenever batches arrive."""
-        if self._pace_mark is None:
+        if self._pace_mark is None or self.is_background:  # `approach` moves `taken` by several batches at once
             self._pace_mark = (now, self.taken)
             return
         then, taken = self._pace_mark

@@ -85,6 +85,12 @@ class TorchDevice:
         self._module = _module(device)
         self._has_streams = hasattr(self._module, "Stream")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TorchDevice) and self.device == other.device
+
+    def __hash__(self) -> int:
+        return hash(self.device)
+
     @property
     def pins(self) -> bool:
         """True if copies are faster from page-locked memory, which torch can allocate for all devices but MPS."""
@@ -302,6 +308,12 @@ def with_index(device: Any) -> Any:
     if device.index is not None or not hasattr(module, "current_device"):
         return device
     return torch.device(device.type, module.current_device())
+
+
+def is_initialized(device: Any) -> bool:
+    """Return True if this process already uses accelerators of a torch.device's type."""
+    module = _module(device)
+    return not hasattr(module, "is_initialized") or bool(module.is_initialized())
 
 
 def warn_of_shared_device(device: Any, *, stacklevel: int) -> None:

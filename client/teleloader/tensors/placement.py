@@ -10,6 +10,7 @@ from teleloader.tensors.devices import (
     TorchDevice,
     check_sharding,
     current_accelerator,
+    is_initialized,
     parse_device,
     warn_of_shared_device,
     with_index,
@@ -42,6 +43,11 @@ class Placement(NamedTuple):
         """True if copies are faster from page-locked memory."""
         return self.device is not None and self.device.pins
 
+    @property
+    def memory(self) -> tuple[Output, Device | None]:
+        """Array library, and accelerator that host memory is page-locked for: equal if the host memory is equal."""
+        return self.output, self.device if self.pins else None
+
     def buffers(self) -> HostBuffers:
         """Create the allocator of host memory for batches, page-locked if `pins`."""
         return HostBuffers(self.output, self.pool, process_budget() if self.pins else None)
@@ -66,6 +72,12 @@ def place(output: Output, pool: BufferPool, device: Any, sharding: Any, *, pin_m
     if named is None and pin_memory:
         named = current_accelerator()
     return Placement(output, pool, None if named is None else TorchDevice(with_index(named)), copies)
+
+
+def initializes_device(device: Any, *, pin_memory: bool) -> bool:
+    """Return True if `place` would initialize an accelerator, which selects a device and prevents forks."""
+    named = parse_device(device) or (current_accelerator() if pin_memory else None)
+    return named is not None and not is_initialized(named)
 
 
 def check_placement(output: Output, name: str, value: Any) -> None:

@@ -28,7 +28,15 @@ from teleloader_shared.codec import ArrivingFrame, Memory
 from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError
 from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.handoff import LOAN_MEDIA_TYPE
-from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER, ConsumerReport, Registration, batches_path
+from teleloader_shared.messages import (
+    BACKGROUND_PRIORITY,
+    CONSUMER_HEADER,
+    PRIORITY_HEADER,
+    REPORT_HEADER,
+    ConsumerReport,
+    Registration,
+    batches_path,
+)
 from teleloader_shared.spec import LoaderSpec
 
 if sys.platform == "linux":
@@ -219,7 +227,7 @@ class HttpConnection:
 
     def send(self, wanted: BatchRequest, trace: RequestTrace | None = None) -> None:
         """Send the HTTP request for batches."""
-        self._sent_token = self._server.credentials.token
+        self._sent_token, self.first_byte = self._server.credentials.token, 0
         if self._channel is not None and not self._channel.is_open:
             self._channel.close()
             self._channel = open_channel(self._server.offer)
@@ -228,6 +236,7 @@ class HttpConnection:
             REPORT_HEADER: self._report().to_header(),
             **self._server.credentials.headers,
             **({} if self._channel is None else self._channel.headers),
+            **({PRIORITY_HEADER: BACKGROUND_PRIORITY} if wanted.is_background else {}),
         }
         self.trace = trace
         if trace is not None:

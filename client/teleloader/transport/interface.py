@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from teleloader.api.control import Server
 from teleloader.tensors.memory import HostBuffers
@@ -74,6 +74,9 @@ class Connection(Protocol):
 
 class BatchServer(Server, ABC):
     """Base class of loader server clients with a batch transport; inherits the control requests of `Server`."""
+
+    computes_in_background: ClassVar[bool] = True
+    """True if the server computes batches of low priority without delaying others."""
 
     @abstractmethod
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> Connection:

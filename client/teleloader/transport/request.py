@@ -15,3 +15,5 @@ class BatchRequest(NamedTuple):
     """Number of batches after these that the server computes in advance."""
     listed: bytes | None = None
     """Encoded sample indices of the batches; None if the server computes the indices."""
+    is_background: bool = False
+    """True for the lowest priority: the training loop has not started the epoch."""

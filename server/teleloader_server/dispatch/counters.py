@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -342,17 +343,18 @@ class ConsumerCounters:
         dataset.sent += count
         dataset.nbytes += nbytes
 
-    def waits(self) -> None:
-        """Start measuring the consumer's wait for a batch that is not ready."""
+    @contextmanager
+    def waiting_for_batch(self) -> Iterator[None]:
+        """Context manager that measures the consumer's wait for a batch that is not ready."""
         now = time.monotonic()
         self.waiting.begin(now)
         self.loop.waiting.begin(now)
-
-    def has_waited(self) -> None:
-        """Stop measuring the consumer's wait for a batch."""
-        now = time.monotonic()
-        self.loop.waiting.end(now)
-        self.dataset.waiting += self.waiting.end(now)
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self.loop.waiting.end(now)
+            self.dataset.waiting += self.waiting.end(now)
 
     def requested(self, now: float, report: ConsumerReport | None) -> None:
         """Record a request, and the client's report if the request includes one."""

@@ -18,6 +18,8 @@ Rules:
 6. Small batches are started in groups of successive batches of one consumer, for one worker: up to `GROUP_BYTES` and
    `GROUP_SECONDS`, because a message and a decision cost more than a small batch.
 7. Computing time beyond a batch's estimate is charged as soon as it is known.
+8. A batch of a background consumer is started only on an idle worker, and if no other batch of any principal can be
+   started.
 """
 
 from __future__ import annotations
@@ -72,7 +74,6 @@ LOSS_SECONDS: Final = 1.0
 """Minimum worker time in seconds that is charged to a consumer if a worker exits while computing its batch."""
 
 
-_SERVED: Final = attrgetter("served")
 _NEXT: Final = attrgetter("next")
 
 Submit = Callable[[int, Sequence[Batch]], object]
@@ -126,6 +127,8 @@ class Dispatcher:
             if self._in_turn:  # the next epoch of a session: batches prefetched in the previous epoch are unwanted
                 self._forget([c for c in self._consumers.values() if not c.requests and c.epoch != epoch])
             consumer = self._join(quota, request, loader, now)
+        elif not request.is_background:
+            consumer.is_background = False
         if consumer not in self.store.active or (not consumer.requests and now - consumer.last_seen > PAUSE_SECONDS):
             principal_share = consumer.principal_share
             principal_share.served = max(principal_share.served, self._level)
@@ -194,7 +197,10 @@ class Dispatcher:
         # the next iteration of a training loop has a new name, which must give it no advantage
         mine = (c for c in self._consumers.values() if c.principal_share is principal_share)
         served = max((c.served for c in mine if training_loop(c.name) == loop), default=0.0)
-        consumer = Consumer(principal_share, request.consumer, loader, epoch, state, request.batches.start, served, now)
+        consumer = Consumer(
+            principal_share, request.consumer, loader, epoch, state, request.batches.start, served, now,
+            is_background=request.is_background,
+        )  # fmt: skip
         self._consumers[quota.name, consumer.name, epoch] = consumer
         quota.consumers[consumer] = consumer.requests
         self.store.join(consumer)
@@ -358,8 +364,10 @@ class Dispatcher:
         while self.store.reopened:
             self._enqueue(self.store.reopened.popitem()[0])
         while queued := [share for share in self._principal_shares.values() if share.queue]:
-            found = self._first_candidate(min(queued, key=_SERVED))
-            if found is None:
+            share = min(queued, key=_turn)
+            turn = _turn(share)
+            found = self._first_candidate(share)
+            if found is None or _turn(share) != turn:  # the first entry was outdated
                 continue
             candidate, urgency, k = found
             batch_id = BatchId(*candidate.consumer.epoch, k)
@@ -367,6 +375,8 @@ class Dispatcher:
                 worker = self._owner(batch_id)
             elif batch_id in self.store.deaths:
                 worker = self._free_worker(suspect=True)
+            elif urgency is Urgency.BACKGROUND:  # it must not delay a batch that is queued behind it
+                worker = self._idle_worker()
             # otherwise the next principal could take the worker for which this one waits
             return None if worker is None else (candidate, urgency, batch_id, worker)
         return None
@@ -466,6 +476,11 @@ class Dispatcher:
 
     def _next(self, consumer: Consumer) -> tuple[Urgency, int] | None:
         """Return the consumer's most urgent batch that is not started yet, or None if all are started."""
+        found = self._next_wanted(consumer)
+        return found if found is None or not consumer.is_background else (Urgency.BACKGROUND, found[1])
+
+    def _next_wanted(self, consumer: Consumer) -> tuple[Urgency, int] | None:
+        """Return the result of `_next` for a consumer with normal priority."""
         batches = consumer.state.batches
         requested = None
         # in turn, no batch may overtake an earlier one
@@ -503,6 +518,10 @@ class Dispatcher:
             return worker
         seconds = self.store.batch(_last(queue)).consumer.loader.batch_seconds
         return worker if len(queue) <= _most_queued(seconds) else None
+
+    def _idle_worker(self) -> int | None:
+        """Return a worker without batches, or None."""
+        return self._loads.least_busy(self._takes_suspect)
 
     def _takes(self, health: WorkerHealth) -> bool:
         """Return True if a batch that is not suspect can be assigned to a worker."""
@@ -563,6 +582,11 @@ class Dispatcher:
         current = [next(iter(health.tasks.values())) for health in workers if health.tasks]
         busy = [self.store.batch(task.batch_id).consumer for task in current]
         return sum(map(is_mine, busy)) + 1 >= max(2, len(workers))
+
+
+def _turn(share: PrincipalShare) -> tuple[bool, float]:
+    """Return the sort key of a principal with queued consumers; the smallest goes first."""
+    return share.queue[0].urgency is Urgency.BACKGROUND if share.queue else True, share.served
 
 
 def _group_limit(loader: Loader) -> float:

@@ -207,13 +207,11 @@ class Engine:
     async def _take(self, stream: BatchStream) -> ReadyFrame:
         frames = self._take_ready(stream, 1)
         if not frames:
-            stream.tally.waits()
-            try:
+            # the training loop does not wait for a batch of the next epoch
+            with nullcontext() if stream.consumer.is_background else stream.tally.waiting_for_batch():
                 while not frames:
                     await self._arrival(stream._pending.next, stream)
                     frames = self._take_ready(stream, 1)
-            finally:
-                stream.tally.has_waited()
         return frames[0]
 
     async def _arrival(self, k: int, stream: BatchStream) -> None:

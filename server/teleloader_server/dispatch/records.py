@@ -14,7 +14,7 @@ from teleloader_shared.codec import BatchId, Substituted
 from teleloader_shared.messages import ConsumerReport
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.rendezvous import Capacity
-from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
 if TYPE_CHECKING:
     from teleloader_server.dispatch.tracing import Made, RequestTrace
@@ -35,6 +35,8 @@ class Urgency(enum.IntEnum):
     """The client requested the batch, and waits for an earlier one."""
     PREFETCHED = enum.auto()
     """The client will request the batch later (prefetching)."""
+    BACKGROUND = enum.auto()
+    """A background consumer needs the batch: its training loop has not started the epoch."""
 
 
 class ReadyFrame(NamedTuple):
@@ -107,6 +109,8 @@ class RangeRequest:
     batches: BatchRanges
     prefetch: int = 0
     """Number of batches after these that the client will request later."""
+    is_background: bool = False
+    """True for the lowest priority: the training loop has not started the epoch."""
     indices: Mapping[int, bytes] | None = None
     """Index list of each batch as a frame, for a client-side sampler; None for seeded order."""
     report: ConsumerReport | None = None
@@ -222,6 +226,8 @@ class Consumer:
     served: float
     """Worker time used for the consumer, in seconds."""
     last_seen: float
+    is_background: bool = False
+    """True until the consumer sends a request with normal priority."""
     candidate: Candidate | None = None
     """Entry in the queue of the principal; None if all batches are started."""
     sent_beyond: set[int] = field(default_factory=set)
@@ -247,10 +253,15 @@ class Consumer:
         return quota.unread > 1 and (self.sending > 0 or quota.unread > UNREAD_FACTOR)
 
     def distance(self, k: int) -> int | None:
-        """Return the number of batches that the consumer needs before batch k, or None if it does not want batch k."""
+        """Return the number of batches that the consumer needs before batch k, or None if it does not want batch k.
+
+        The batches of a background consumer are further away than all others, so that they are evicted first.
+        """
         # a request may start before the position, if another connection of the consumer requested the same batches
         found = min((d for pending in self.requests if (d := pending.distance(k)) is not None), default=None)
-        return k - self.position if found is None and self.lacks(k) else found
+        if found is None and self.lacks(k):
+            found = k - self.position
+        return found + MAX_EPOCH if found is not None and self.is_background else found
 
     def lacks(self, k: int) -> bool:
         """Return True if batch k was not sent to the consumer, and the consumer has not moved past it."""

@@ -261,12 +261,13 @@ class StatsCollector:
             for consumer in snapshot.engine.consumers()
             if consumer.name != PREVIEW
         ]
-        known.sort(key=lambda found: found[1].last_seen, reverse=True)
+        # at the end of an epoch, a training loop is listed with that epoch, not with the next one that it prefetches
+        known.sort(key=lambda found: (found[1].is_background, -found[1].last_seen))
         latest: dict[LoopCounters, tuple[ConsumerRates, ConsumerLoad]] = {}
         found: list[tuple[Engine, _ConsumerSample]] = []
         async for snapshot, consumer, tally in _in_slices(known):
             later = latest.get(tally.loop)
-            if later is not None and not consumer.requests:
+            if later is not None and (consumer.is_background or not consumer.requests):
                 continue
             rates = latest[tally.loop] = later or _rates(snapshot, consumer, tally.loop, now)
             found.append((snapshot.engine, _ConsumerSample(consumer, tally, *rates, is_latest=later is None)))

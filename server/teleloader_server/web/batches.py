@@ -39,10 +39,12 @@ from teleloader_shared.buffers import BufferPool
 from teleloader_shared.errors import InvalidSpec, TeleloaderError, VersionMismatch
 from teleloader_shared.handoff import GIVE_BACK, LOAN_MEDIA_TYPE
 from teleloader_shared.messages import (
+    BACKGROUND_PRIORITY,
     CONSUMER_HEADER,
     DATASETS_PATH,
     FRAME_MEDIA_TYPE,
     LOADERS_PATH,
+    PRIORITY_HEADER,
     PROTOCOL_HEADER,
     PROTOCOL_VERSION,
     READY_BYTES,
@@ -101,6 +103,10 @@ CONSUMER: Final = Parameter(
 REPORT: Final = Parameter(
     "header", REPORT_HEADER, {"type": "string"}, str, "",
     "measurements of the client, for /stats: see docs/protocol.md",
+)  # fmt: skip
+PRIORITY: Final = Parameter(
+    "header", PRIORITY_HEADER, {"type": "string", "examples": [BACKGROUND_PRIORITY]}, str, "",
+    "`u=7` (RFC 9218) for batches of an epoch that the training loop has not started",
 )  # fmt: skip
 
 
@@ -182,7 +188,8 @@ def until_disconnect(scope: Scope, stream: BatchStream) -> AbstractContextManage
 
 async def ready_response(scope: Scope, service: LoaderService, stream: BatchStream) -> FrameResponse:
     """Wait for the first batch of a request; return a response with this batch and the ready batches after it."""
-    channel = channel_of(scope)
+    # a client may keep the batches of an epoch that has not started for long, and the server's memory must not wait
+    channel = None if stream.consumer.is_background else channel_of(scope)
     with stream, until_disconnect(scope, stream):
         frames = await ready_frames(stream, lends=channel is not None)
         if channel is not None and is_lendable(frames[0]):
@@ -376,18 +383,18 @@ def batch_routes() -> list[DirectRoute]:
     return [
         DirectRoute(
             path, batches, methods=["GET"], summary="Get ranges of batches as concatenated frames",
-            parameters=(KEY, EPOCH, RANGES, AHEAD, READY, CONSUMER, REPORT), responses={**DOCUMENTED, **frames},
-            **options,
+            parameters=(KEY, EPOCH, RANGES, AHEAD, READY, CONSUMER, REPORT, PRIORITY),
+            responses={**DOCUMENTED, **frames}, **options,
         ),
         DirectRoute(
-            path, listed_batches, methods=["POST"], parameters=(KEY, EPOCH, CONSUMER, REPORT),
+            path, listed_batches, methods=["POST"], parameters=(KEY, EPOCH, CONSUMER, REPORT, PRIORITY),
             summary="Compute the batches whose indices the body lists, and get those that are ready as frames",
             openapi_extra={"requestBody": {"required": True, "content": {FRAME_MEDIA_TYPE: {}}}},
             responses={**DOCUMENTED, **frames}, **options,
         ),
         DirectRoute(
             path + "/{k}", batch, methods=["GET"], summary="Get one batch as a frame",
-            parameters=(KEY, EPOCH, NUMBER, AHEAD, CONSUMER, REPORT),
+            parameters=(KEY, EPOCH, NUMBER, AHEAD, CONSUMER, REPORT, PRIORITY),
             responses={**DOCUMENTED, **frames, **unchanged}, **options,
         ),
     ]  # fmt: skip
@@ -474,6 +481,7 @@ class _Client(TypedDict):
     consumer: str
     report: ConsumerReport | None
     trace: RequestTrace | None
+    is_background: bool
 
 
 def client_of(request: Request, headers: Mapping[str, str]) -> _Client:
@@ -487,6 +495,7 @@ def client_of(request: Request, headers: Mapping[str, str]) -> _Client:
         "consumer": CONSUMER.of(headers) or address_of(request),
         "report": ConsumerReport.from_header(REPORT.of(headers)),
         "trace": RequestTrace.begin(headers.get(TRACE_HEADER, "")),
+        "is_background": any(item.strip() == BACKGROUND_PRIORITY for item in PRIORITY.of(headers).split(",")),
     }
 
 

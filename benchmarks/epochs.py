@@ -1,0 +1,129 @@
+"""Waits of a training loop at the start of each epoch: ``python -m benchmarks.epochs``.
+
+A worker takes 10 ms per batch, so two workers compute a batch every 5 ms. A step of the training loop takes 8 ms: the
+loop waits only for gaps in the loading. The contenders run in turn, several epochs each; the first epoch of a turn is
+not measured. The wait for the first batch includes ``iter()``. Each epoch is verified to have every sample once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.processes import running
+
+NUM_WORKERS: Final = 2
+BATCHES: Final = 20
+BATCH_SIZE: Final = 8
+BATCH_SECONDS: Final = 0.01
+STEP_SECONDS: Final = 0.008
+EPOCHS: Final = 10
+"""Measured epochs of a turn."""
+
+
+class Timed:
+    """Dataset whose batches take some time; sample i is a row of i."""
+
+    def __len__(self) -> int:
+        return BATCHES * BATCH_SIZE
+
+    def __getitems__(self, indices: list[int]) -> list[NDArray[np.int64]]:
+        time.sleep(BATCH_SECONDS)
+        return [np.full(1024, index) for index in indices]
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return self.__getitems__([index])[0]
+
+
+HOSTED: Final = ["timed=benchmarks.epochs:Timed"]
+
+
+class Waits(NamedTuple):
+    """Waits of one contender for its batches, in seconds."""
+
+    first: list[float]
+    """Wait for the first batch of each epoch."""
+    others: list[float]
+    """Waits for the other batches."""
+
+
+def epoch(loader: Any) -> list[float]:
+    """Run one epoch of a training loop, and return its wait for each batch in seconds."""
+    waits, seen = [], []
+    began = time.perf_counter()
+    batches = iter(loader)
+    while (batch := next(batches, None)) is not None:
+        waits.append(time.perf_counter() - began)
+        seen += batch[:, 0].tolist()
+        time.sleep(STEP_SECONDS)
+        began = time.perf_counter()
+    if sorted(seen) != list(range(BATCHES * BATCH_SIZE)):
+        raise AssertionError(f"the epoch has {len(seen)} samples, and not each of {BATCHES * BATCH_SIZE} once")
+    return waits
+
+
+def measure(loaders: dict[str, Any], turns: int) -> dict[str, Waits]:
+    """Return the waits of each loader; the loaders run in turn."""
+    found = {name: Waits([], []) for name in loaders}
+    for _ in range(turns):
+        for name, loader in loaders.items():
+            epoch(loader)
+            for _ in range(EPOCHS):
+                first, *others = epoch(loader)
+                found[name].first.append(first)
+                found[name].others.extend(others)
+    return found
+
+
+def contenders(url: str) -> dict[str, Any]:
+    """Return the loaders by name."""
+    from torch.utils.data import DataLoader as TorchLoader
+
+    from teleloader import DataLoader, RemoteDataset
+
+    def loader(*, prefetch_next_epoch: bool) -> Any:
+        return DataLoader(RemoteDataset(url), BATCH_SIZE, shuffle=True, seed=0, prefetch_next_epoch=prefetch_next_epoch)
+
+    dataset: Any = Timed()
+    local = TorchLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=NUM_WORKERS, persistent_workers=True)
+    return {
+        "teleloader": loader(prefetch_next_epoch=True),
+        "teleloader, prefetch_next_epoch=False": loader(prefetch_next_epoch=False),
+        "torch local, persistent_workers=True": local,
+    }
+
+
+def table(found: dict[str, Waits]) -> Table:
+    """Return the table of the results."""
+    epochs = len(next(iter(found.values())).first)
+    made = Table(title=f"waits of a training loop in {epochs} epochs of {BATCHES} batches", title_justify="left")
+    made.add_column("contender", no_wrap=True)
+    for heading in ("first batch, median", "p99", "other batches, median", "p99"):
+        made.add_column(f"{heading}, ms", justify="right", no_wrap=True)
+    for name, waits in found.items():
+        rows = (np.quantile(each, share) for each in waits for share in (0.5, 0.99))
+        made.add_row(name, *(f"{1e3 * seconds:.2f}" for seconds in rows))
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.epochs", description=__doc__.partition(":")[0])
+    parser.add_argument("--turns", type=int, default=10, help="turns of each contender (default: %(default)s)")
+    turns = parser.parse_args(arguments).turns
+    console = machine.announce(machine.describe())
+    with running(HOSTED, NUM_WORKERS) as server:
+        console.print(table(measure(contenders(server.url), turns)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
