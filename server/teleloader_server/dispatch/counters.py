@@ -45,7 +45,8 @@ OVERTAKEN: Final = 2.0
 
 A smaller elapsed time after this period is the report of a new client process.
 """
-_FETCH: Final = STAGES.index(Fetch)
+FETCH: Final = STAGES.index(Fetch)
+"""Position of the `Fetch` stage in `GroupReport.stages`."""
 KEEP_LOOPS: Final = 60.0
 """Seconds for which the counters of a training loop are kept after its last request."""
 
@@ -91,6 +92,10 @@ class DatasetCounters:
         self.failed = 0
         self.retried = 0
         self.substituted = 0
+        self.early = 0
+        """Batches that were started earlier because they contain slow samples."""
+        self.slow_samples = 0
+        """Samples that were found to be slow."""
         self.cache_hits = 0
         self.cache_misses = 0
         self.cache_saved = 0.0
@@ -425,7 +430,7 @@ class PoolCounters:
         dataset.cache_hits += report.cache.hits
         dataset.cache_misses += report.cache.misses
         dataset.cache_saved += report.cache.saved
-        fetched = report.stages[_FETCH]
+        fetched = report.stages[FETCH]
         if max(fetched) > dataset.slow_from:
             for task, fetch, sample in zip(tasks, fetched, report.slowest, strict=True):
                 if fetch > dataset.slow_from:
@@ -447,6 +452,37 @@ class PoolCounters:
                 done = "skipped" if replacement is None else f"replaced by sample {replacement!r}"
                 sample = f"sample {index!r}" if index is not None else f"the sample at position {position}"
                 logger.warning("%s of dataset %s failed, and was %s: %r", sample, task.spec.dataset, done, error)
+
+    def slow_samples(
+        self, task: Task, new: Sequence[int], typical: float | None, fetch: float, measured: Sequence[tuple[int, float]]
+    ) -> None:
+        """Count slow samples that were not known, and log the first ones of the dataset.
+
+        Args:
+            task: Task of the batch that contains the samples.
+            new: Indices of the samples.
+            typical: Median time of a batch in seconds; None if it is unknown.
+            fetch: Time to fetch the batch in seconds.
+            measured: Indices and times in seconds of its slow samples; empty if only the time of the batch is known.
+        """
+        dataset = self._metrics.datasets[task.spec.dataset]
+        is_first, dataset.slow_samples = not dataset.slow_samples, dataset.slow_samples + len(new)
+        if not is_first:
+            return
+        loader, epoch, batch = task.batch_id
+        of_batches = "" if typical is None else f", and half of all batches less than {typical:.3f} s"
+        samples = ", ".join(f"sample {index} took {seconds:.3f} s" for index, seconds in measured)
+        logger.warning(
+            "batch %d of epoch %d of dataset %s was slow: %s. From now on, loaders in seeded order start batches with "
+            "slow samples earlier (see /stats for the number of slow samples)",
+            batch, epoch, task.spec.dataset,
+            (samples or f"its samples took {fetch:.3f} s together") + of_batches,
+            extra={"loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset},
+        )  # fmt: skip
+
+    def started_early(self, dataset: str) -> None:
+        """Count a batch that was started earlier because it contains slow samples."""
+        self._metrics.datasets[dataset].early += 1
 
     def retried(self, dataset: str) -> None:
         """Count a batch that is recomputed after the exit of its worker."""

@@ -14,12 +14,13 @@ from typing import Final, Self
 import numpy as np
 
 from teleloader_server import request_ids
-from teleloader_server.dispatch.counters import ConsumerCounters, Counters, EngineSource, PoolCounters
+from teleloader_server.dispatch.counters import FETCH, ConsumerCounters, Counters, EngineSource, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Batch, Consumer, Loader, PendingRequest, RangeRequest, ReadyFrame
+from teleloader_server.dispatch.stragglers import MAX_SUSPECTS
 from teleloader_server.dispatch.tracing import Made, RequestTrace
-from teleloader_server.loading.tasks import GroupReport, Task, indices_of
+from teleloader_server.loading.tasks import SLOW_FROM, GroupReport, Task, indices_of
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import Lease, Pool, WorkerState
 from teleloader_shared import tracing
@@ -274,6 +275,8 @@ class Engine:
         now, last = time.time_ns(), len(tasks) - 1
         for place, (task, raw, *stages) in enumerate(zip(tasks, frames, *report.stages, strict=True)):
             made = Made(now, worker, stages) if self._traces else None
+            if stages[FETCH] > SLOW_FROM and not (report.failed and place == last):
+                self._learn(task, report, place)
             frame = ReadyFrame(raw, report.failed and place == last, made)
             self._dispatcher.finished(worker, task.batch_id, frame, sum(stages))
         for place, fields in report.substituted:
@@ -281,6 +284,20 @@ class Engine:
             self._dispatcher.substituted(tasks[place].batch_id, found)
             self.tally.substituted(tasks[place], found)
         self._decide_soon()
+
+    def _learn(self, task: Task, report: GroupReport, place: int) -> None:
+        """Update the slow samples of a dataset from a batch that took long to fetch."""
+        if task.length == 0:
+            return
+        fetch, measured = report.stages[FETCH][place], dict(report.slow).get(place, ())
+        suspects: Sequence[int] = ()
+        if report.slowest[place] is None:
+            suspects = indices_of(task, MAX_SUSPECTS + 1)
+        learned = self._dispatcher.learn(
+            task.batch_id, fetch, measured, suspects if len(suspects) <= MAX_SUSPECTS else ()
+        )
+        if learned.new:
+            self.tally.slow_samples(task, learned.new, learned.typical, fetch, measured)
 
     def _request_for(self, batch_id: BatchId) -> str | None:
         """Return the ID of a request for the batch, or None if the batch is only prefetched."""
@@ -337,13 +354,14 @@ class Engine:
             self._dispatcher.decide(self._submit)
 
     def _submit(self, worker: int, batches: Sequence[Batch]) -> None:
-        consumer = batches[0].consumer
+        consumer, kept = batches[0].consumer, batches[0].state.substituted
         spec, length = consumer.loader.spec, consumer.loader.length
         index_list = consumer.index_list if spec.order == "client" else lambda k: None
         owner = consumer.principal_share.quota.owners.get(spec.content, 0)
         ids = [batch.batch_id for batch in batches]
-        kept = consumer.state.substituted
         tasks = [Task(spec, length, each, index_list(each.batch), owner, kept.get(each.batch)) for each in ids]
+        if batches[0].is_early:
+            self.tally.started_early(spec.dataset)
         self.pool.submit(worker, tasks)
 
     def forget_idle(self) -> None:
