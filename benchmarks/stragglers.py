@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import signal
 import threading
@@ -34,7 +35,7 @@ SLOW_SECONDS: Final = 3.0
 SEED: Final = 7
 
 
-class Samples(torch.utils.data.Dataset[Any]):
+class Samples:
     """Random samples that take equally long, except for one.
 
     Args:
@@ -56,7 +57,8 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 def train(batches: Any) -> tuple[float, float, str]:
     """Run a training loop; return the total and the longest time for which it waited, and a digest of the batches."""
-    waits, digest, iterator = [], hashlib.sha256(), iter(batches)
+    digest, iterator = hashlib.sha256(), iter(batches)
+    waits: list[float] = []
     while True:
         began = time.perf_counter()
         batch = next(iterator, None)
@@ -125,14 +127,14 @@ def measure(loader: Any, epochs: int, *, stops: bool, set_epoch: Any) -> None:
 @contextmanager
 def turned_off() -> Iterator[None]:
     """Context manager that turns off early starts, longer prefetch windows and backups."""
-    names = ("MAX_LEAD", "MAX_DEPTH")
-    before = [getattr(stragglers, name) for name in names]
-    for name in names:
-        setattr(stragglers, name, 0)
+    values = {"MAX_LEAD": 0, "MAX_DEPTH": 0, "BACKUP_FACTOR": math.inf}
+    before = {name: getattr(stragglers, name) for name in values}
+    for name, value in values.items():
+        setattr(stragglers, name, value)
     try:
         yield
     finally:
-        for name, value in zip(names, before, strict=True):
+        for name, value in before.items():
             setattr(stragglers, name, value)
 
 

@@ -47,6 +47,8 @@ A smaller elapsed time after this period is the report of a new client process.
 """
 FETCH: Final = STAGES.index(Fetch)
 """Position of the `Fetch` stage in `GroupReport.stages`."""
+MIN_STALL: Final = 0.5
+"""Minimum time in seconds to fetch a batch whose slow samples are logged."""
 KEEP_LOOPS: Final = 60.0
 """Seconds for which the counters of a training loop are kept after its last request."""
 
@@ -94,8 +96,12 @@ class DatasetCounters:
         self.substituted = 0
         self.early = 0
         """Batches that were started earlier because they contain slow samples."""
+        self.backups = 0
+        """Batches that a second worker computed, too, because the first one took unusually long."""
         self.slow_samples = 0
         """Samples that were found to be slow."""
+        self.stall_from = MIN_STALL
+        """Time in seconds to fetch a batch from which its slow samples are logged."""
         self.cache_hits = 0
         self.cache_misses = 0
         self.cache_saved = 0.0
@@ -456,7 +462,7 @@ class PoolCounters:
     def slow_samples(
         self, task: Task, new: Sequence[int], typical: float | None, fetch: float, measured: Sequence[tuple[int, float]]
     ) -> None:
-        """Count slow samples that were not known, and log the first ones of the dataset.
+        """Count slow samples that were not known; log those that take twice as long as all that were logged before.
 
         Args:
             task: Task of the batch that contains the samples.
@@ -466,19 +472,23 @@ class PoolCounters:
             measured: Indices and times in seconds of its slow samples; empty if only the time of the batch is known.
         """
         dataset = self._metrics.datasets[task.spec.dataset]
-        is_first, dataset.slow_samples = not dataset.slow_samples, dataset.slow_samples + len(new)
-        if not is_first:
+        dataset.slow_samples += len(new)
+        if fetch < dataset.stall_from:
             return
+        dataset.stall_from = 2 * fetch
         loader, epoch, batch = task.batch_id
-        of_batches = "" if typical is None else f", and half of all batches less than {typical:.3f} s"
+        usual = "" if typical is None else f"; the median of all batches is {typical:.3f} s"
         samples = ", ".join(f"sample {index} took {seconds:.3f} s" for index, seconds in measured)
         logger.warning(
-            "batch %d of epoch %d of dataset %s was slow: %s. From now on, loaders in seeded order start batches with "
-            "slow samples earlier (see /stats for the number of slow samples)",
-            batch, epoch, task.spec.dataset,
-            (samples or f"its samples took {fetch:.3f} s together") + of_batches,
+            "batch %d of epoch %d of dataset %s was slow: %s%s. In later epochs in seeded order, batches with slow "
+            "samples are started earlier",
+            batch, epoch, task.spec.dataset, samples or f"its samples took {fetch:.3f} s together", usual,
             extra={"loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset},
         )  # fmt: skip
+
+    def backup_started(self, task: Task) -> None:
+        """Count a backup."""
+        self._metrics.datasets[task.spec.dataset].backups += 1
 
     def started_early(self, dataset: str) -> None:
         """Count a batch that was started earlier because it contains slow samples."""

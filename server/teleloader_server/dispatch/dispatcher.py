@@ -20,6 +20,8 @@ Rules:
 7. Computing time beyond a batch's estimate is charged as soon as it is known.
 8. A batch with slow samples is started before the prefetch window reaches it, on an idle worker, and no other batch is
    queued behind it. Such batches take up to half of the workers (`stragglers`).
+9. If a client waits for a batch whose worker takes unusually long, an idle worker computes the batch, too (a backup).
+   The first result counts.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Final, NamedTuple
 
 from teleloader_server.dispatch.quotas import Memory, Quota, too_many
 from teleloader_server.dispatch.records import (
+    Backup,
     Batch,
     Candidate,
     Consumer,
@@ -48,16 +51,19 @@ from teleloader_server.dispatch.records import (
 )
 from teleloader_server.dispatch.store import Store
 from teleloader_server.dispatch.stragglers import (
+    BACKUP_LEAST,
     DEPTH_BYTES,
+    BackupBudget,
     Lookahead,
     SlowBatch,
     depth,
     is_slow,
     lead,
+    patience,
     slow_samples,
 )
 from teleloader_server.dispatch.worker_loads import WorkerLoads
-from teleloader_server.loading.tasks import GROUP_BYTES, GROUP_SECONDS, MAX_MAIN_SLOTS, SLOW_FROM, Task
+from teleloader_server.loading.tasks import GROUP_BYTES, GROUP_SECONDS, MAX_MAIN_SLOTS, SLOW_FROM, Task, indices_of
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_shared.codec import BatchId, Substituted
 from teleloader_shared.errors import InvalidSpec
@@ -130,6 +136,7 @@ class Dispatcher:
         self._tickets = itertools.count()
         self._slow: set[BatchId] = set()
         """Batches with slow samples that are being computed."""
+        self._backups = BackupBudget()
         self._level = 0.0
         """Served seconds of the principal for which a batch was started last; new principals start with this value."""
 
@@ -278,7 +285,8 @@ class Dispatcher:
         if self._in_turn:
             return False
         for batch_id in waiting:
-            self._requeue(batch_id)
+            if not self._has_other_worker(batch_id):
+                self._requeue(batch_id)
         return True
 
     def worker_resumed(self, worker: int) -> None:
@@ -308,6 +316,8 @@ class Dispatcher:
                 # With several batches in the queue, the culprit is unknown. From now on, each of them is assigned to a
                 # worker without other batches, so that the next exit identifies the culprit.
                 deaths[batch_id] = deaths.get(batch_id, 0) + (len(lost) == 1)
+            if self._has_other_worker(batch_id):
+                continue
             if (
                 batch_id == worker_exit.attribution
                 or batch_id in worker_exit.overdue
@@ -318,6 +328,15 @@ class Dispatcher:
                 self._requeue(batch_id)
         return failed
 
+    def _has_other_worker(self, batch_id: BatchId) -> bool:
+        """Return True if another worker computes a batch that one worker will not complete."""
+        batch = self.store.batch(batch_id)
+        if batch.backup is None:
+            return False
+        batch.backup = None
+        self._backups.running -= 1
+        return True
+
     def _requeue(self, batch_id: BatchId) -> None:
         """Remove a batch that is not computed, so that it is started again if a consumer wants it."""
         batch = self.store.batch(batch_id)
@@ -327,11 +346,25 @@ class Dispatcher:
             for consumer in batch.state.consumers:
                 bisect.insort(consumer.early, (batch_id.batch, batch.slow))
 
-    def finished(self, worker: int | None, batch_id: BatchId, frame: ReadyFrame, seconds: float = 0.0) -> None:
-        """Store the frame of a completed batch; `worker` is None for a failure frame created by the server itself."""
+    def finished(self, worker: int | None, batch_id: BatchId, frame: ReadyFrame, seconds: float = 0.0) -> int | None:
+        """Store the frame of a completed batch.
+
+        Args:
+            worker: Worker that computed the batch; None for a failure frame created by the server itself.
+            batch_id: The batch.
+            frame: Its frame.
+            seconds: Its computing time in seconds.
+
+        Returns:
+            Another worker that computes the same batch, whose result must be discarded; None if there is none.
+        """
+        other = None
         if worker is not None:
             batch = self.store.batch(batch_id)
             loader = batch.consumer.loader
+            self._backups.computed += seconds
+            if batch.backup is not None:
+                other = self._end_backup(batch, batch.backup, worker, seconds)
             if batch.slow is None:
                 loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
                 loader.times.add(seconds)
@@ -342,6 +375,19 @@ class Dispatcher:
         self._slow.discard(batch_id)
         self.store.deaths.pop(batch_id, None)
         self._charge(self.store.finished(batch_id, frame), seconds)
+        return other
+
+    def _end_backup(self, batch: Batch, backup: Backup, worker: int, seconds: float) -> int:
+        """Record the result of a batch with a backup; return the worker whose result is not needed."""
+        other, spent = backup.worker, seconds
+        if worker == backup.worker:
+            other, spent = backup.other, max(0.0, seconds - backup.after)
+            batch.consumer.served += spent
+            batch.consumer.principal_share.served += spent
+        batch.backup = None
+        self._backups.running -= 1
+        self._backups.spent += spent
+        return other
 
     def learn(
         self, batch_id: BatchId, fetch: float, measured: Sequence[tuple[int, float]], suspects: Iterable[int]
@@ -688,6 +734,52 @@ class Dispatcher:
             return True
         window = consumer.ahead_stop - consumer.position + 1
         return self.store.is_full(share, nbytes * window)
+
+    # -- slow workers
+
+    def start_backups(self, now: float, submit: Callable[[int, Task], object]) -> list[tuple[Task, Backup]]:
+        """Start backups of batches for which clients wait, and whose workers take unusually long.
+
+        Not if workers compute batches in turn: their batches depend on the worker.
+
+        Args:
+            now: Current time.
+            submit: Callback, called with the worker ID of each backup and the task.
+
+        Returns:
+            The tasks with their backups.
+        """
+        started: list[tuple[Task, Backup]] = []
+        for worker, health in () if self._in_turn else list(self._loads.workers.items()):
+            seconds = now - health.progressed_at
+            if seconds < BACKUP_LEAST or not health.tasks:
+                continue
+            task = next(iter(health.tasks.values()))
+            batch = self.store.batch(task.batch_id)
+            if batch.backup is not None or not self._is_overdue(batch, task, seconds):
+                continue
+            idle = self._free_worker(suspect=True)
+            if idle is None or not self._backups.allows(len(self._loads.workers)):
+                break
+            self._backups.running += 1
+            batch.backup = Backup(worker, idle, seconds)
+            submit(idle, task)
+            self._loads.update(idle)
+            started.append((task, batch.backup))
+        return started
+
+    @staticmethod
+    def _is_overdue(batch: Batch, task: Task, seconds: float) -> bool:
+        """Return True if a client waits for a batch whose worker had no result for unusually many seconds."""
+        k, loader = batch.batch_id.batch, batch.consumer.loader
+        p99 = loader.times.p99
+        if p99 is None or seconds <= patience(p99, 0.0):
+            return False
+        if all(pending.next != k for consumer in batch.state.consumers for pending in consumer.requests):
+            return False
+        if batch.slow is None and loader.slow.seconds:  # a client-side sampler determines the order
+            batch.slow = loader.slow.batch(indices_of(task))
+        return seconds > patience(p99, 0.0 if batch.slow is None else batch.slow.seconds)
 
     # -- preemption
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -28,8 +29,12 @@ from teleloader_shared.codec import BatchId, Failure, Substituted, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
 from teleloader_shared.messages import DatasetInfo
 
+logger = logging.getLogger(__name__)
+
 FORGOTTEN_TOGETHER: Final = 256
 """Maximum number of idle loaders that one call of `Engine.forget_idle` removes: each costs a message per worker."""
+CHECK_INTERVAL: Final = 0.05
+"""Seconds between two checks of the workers for batches that take unusually long."""
 LONG_SECONDS: Final = 5.0
 """Computing time of a batch in seconds after which its worker may be preempted."""
 
@@ -143,6 +148,9 @@ class Engine:
         self._loaders: set[str] = set()
         """Keys of the loaders whose state workers may keep."""
         self._decision_due = False
+        self._waiting = 0
+        """Number of requests that wait for a batch."""
+        self._check_due = False
         self._context = Context()
         """Empty context in which decisions run: they concern all requests, so log lines contain no request ID."""
         self._traces = tracing.is_on()
@@ -227,9 +235,12 @@ class Engine:
             stream._arrived = asyncio.get_running_loop().create_future()
             waiters = state.waiters.setdefault(k, [])
             waiters.append(stream.wake)
+            self._waiting += 1
+            self._check_soon()
             try:
                 await stream._arrived
             finally:
+                self._waiting -= 1
                 if state.waiters.get(k) is waiters:  # the batch is not ready
                     waiters.remove(stream.wake)
                     if not waiters:
@@ -278,7 +289,9 @@ class Engine:
             if stages[FETCH] > SLOW_FROM and not (report.failed and place == last):
                 self._learn(task, report, place)
             frame = ReadyFrame(raw, report.failed and place == last, made)
-            self._dispatcher.finished(worker, task.batch_id, frame, sum(stages))
+            other = self._dispatcher.finished(worker, task.batch_id, frame, sum(stages))
+            if other is not None:
+                self.pool.withdraw(other, task.batch_id)
         for place, fields in report.substituted:
             found = Substituted.read(fields)
             self._dispatcher.substituted(tasks[place].batch_id, found)
@@ -347,6 +360,32 @@ class Engine:
         if not self._decision_due:
             self._decision_due = True
             asyncio.get_running_loop().call_soon(self._decide, context=self._context)
+
+    def _check_soon(self) -> None:
+        """Schedule a check of the workers for batches that take unusually long, while requests wait for batches."""
+        if not self._check_due:
+            self._check_due = True
+            asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._check_workers, context=self._context)
+
+    def _check_workers(self) -> None:
+        self._check_due = False
+        if self._end is not None or not self._waiting:
+            return
+        now = time.monotonic()
+        for task, (worker, other, seconds) in self._dispatcher.start_backups(now, self._submit_backup):
+            self.tally.backup_started(task)
+            loader, epoch, batch = task.batch_id
+            logger.info(
+                "worker %d has had no result for %.3f s: worker %d computes batch %d of epoch %d of dataset %s, too",
+                worker, seconds, other, batch, epoch, task.spec.dataset,
+                extra={
+                    "loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset, "worker": worker,
+                },
+            )  # fmt: skip
+        self._check_soon()
+
+    def _submit_backup(self, worker: int, task: Task) -> None:
+        self.pool.submit(worker, [task])
 
     def _decide(self) -> None:
         self._decision_due = False

@@ -106,6 +106,19 @@ class Batch:
     """Slow samples of the batch; None if it has none."""
     is_early: bool = False
     """True if the batch was started before others because of them."""
+    backup: Backup | None = None
+    """Second computation of the batch, in progress; None if there is none."""
+
+
+class Backup(NamedTuple):
+    """Second computation of a batch, because its worker takes unusually long."""
+
+    worker: int
+    """Worker that takes unusually long."""
+    other: int
+    """Worker of the second computation."""
+    after: float
+    """Seconds for which the first worker had no result when the second computation was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,15 @@ class BatchTimes:
         return True
 
 
+class SlowBatch(NamedTuple):
+    """Batch with slow samples."""
+
+    seconds: float
+    """Expected time of its slow samples in seconds."""
+    samples: tuple[int, ...]
+    """Indices of its slow samples."""
+
+
 class SlowSamples:
     """Bounded table of a dataset's slow samples, with the last measured time of each.
 
@@ -152,6 +161,11 @@ class SlowSamples:
         found = np.flatnonzero(known[places] == indices)
         return found, seconds[places[found]]
 
+    def batch(self, indices: Iterable[int]) -> SlowBatch | None:
+        """Return the slow samples among the indices of a batch; None if there are none."""
+        found = {index: self.seconds[index] for index in indices if index in self.seconds}
+        return SlowBatch(sum(found.values()), tuple(found)) if found else None
+
     @property
     def longest(self) -> float:
         """Maximum time of a sample in seconds; ignores the same changes as `find`."""
@@ -191,15 +205,6 @@ def slow_samples(
     least = max(SLOW_FROM, SLOW_FACTOR * typical)
     found = [(index, seconds) for index, seconds in measured if seconds > least]
     return found or ([(index, fetch) for index in suspects] if fetch > least else [])
-
-
-class SlowBatch(NamedTuple):
-    """Batch with slow samples."""
-
-    seconds: float
-    """Expected time of its slow samples in seconds."""
-    samples: tuple[int, ...]
-    """Indices of its slow samples."""
 
 
 @dataclass(slots=True)
