@@ -21,7 +21,7 @@ Rules:
 8. A batch with slow samples is started before the prefetch window reaches it, on an idle worker, and no other batch is
    queued behind it. Such batches take up to half of the workers (`stragglers`).
 9. If a client waits for a batch whose worker takes unusually long, an idle worker computes the batch, too (a backup).
-   The first result counts.
+   The first result counts. A backup that takes unusually long, too, ends if another batch waits for a worker.
 """
 
 from __future__ import annotations
@@ -767,6 +767,25 @@ class Dispatcher:
             self._loads.update(idle)
             started.append((task, batch.backup))
         return started
+
+    def backup_to_end(self, now: float) -> int | None:
+        """Return the worker of a backup that must be killed, or None.
+
+        A backup that takes unusually long, too, probably has slow samples. It must not take a worker for which another
+        batch waits.
+        """
+        if not self._backups.running or self._free_worker() is not None:
+            return None
+        following = (self._next(consumer) for consumer in self.store.active)
+        if not any(found is not None and found[0] is Urgency.WAITING for found in following):
+            return None
+        for worker, health in self._loads.workers.items():
+            batch = self.store.batch(next(iter(health.tasks.values())).batch_id) if health.tasks else None
+            if batch is not None and batch.backup is not None and batch.backup.other == worker:
+                p99 = batch.consumer.loader.times.p99
+                if p99 is not None and now - health.progressed_at > patience(p99, 0.0):
+                    return worker
+        return None
 
     @staticmethod
     def _is_overdue(batch: Batch, task: Task, seconds: float) -> bool:

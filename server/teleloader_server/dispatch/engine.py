@@ -382,6 +382,9 @@ class Engine:
                     "loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset, "worker": worker,
                 },
             )  # fmt: skip
+        ended = self._dispatcher.backup_to_end(now)
+        if ended is not None:
+            self.pool.take(ended, "its batch was slow on another worker, too, and other batches had no worker")
         self._check_soon()
 
     def _submit_backup(self, worker: int, task: Task) -> None:
