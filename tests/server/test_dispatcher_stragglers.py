@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -101,7 +102,7 @@ def test_no_batch_is_queued_behind_a_slow_sample() -> None:
         pytest.param({"session": "s", "num_workers": 4}, 4, 4, id="the batches depend on the worker"),
     ],
 )
-def test_no_batch_starts_early_if_the_order_is_unknown(spec: dict[str, object], ahead: int, in_turn: int) -> None:
+def test_no_batch_starts_early_if_the_order_is_unknown(spec: dict[str, Any], ahead: int, in_turn: int) -> None:
     """The server must know the samples of the following batches, and may choose the worker."""
     service = trained(in_turn=in_turn, **spec)
     learn(service, 50)
@@ -385,4 +386,7 @@ def test_a_backup_ends_if_another_client_waits_for_its_worker() -> None:
     assert service.lose_worker(1, attribution="nobody") == []
     service.worker_ready(1)
     assert numbers(service.decide(), OTHER) == [0]
-    assert service.back_up() == []
+    service.finish(1)
+    assert service.back_up() == [], "the batch gets no second backup"
+    service.finish(0)
+    assert not service.dispatcher._ended

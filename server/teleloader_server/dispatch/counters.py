@@ -477,7 +477,7 @@ class PoolCounters:
             return
         dataset.stall_from = 2 * fetch
         loader, epoch, batch = task.batch_id
-        usual = "" if typical is None else f"; the median of all batches is {typical:.3f} s"
+        usual = "" if typical is None else f"; the median of all batches is {typical:.2g} s"
         samples = ", ".join(f"sample {index} took {seconds:.3f} s" for index, seconds in measured)
         logger.warning(
             "batch %d of epoch %d of dataset %s was slow: %s%s. In later epochs in seeded order, batches with slow "

@@ -137,6 +137,8 @@ class Dispatcher:
         self._slow: set[BatchId] = set()
         """Batches with slow samples that are being computed."""
         self._backups = BackupBudget()
+        self._ended: set[BatchId] = set()
+        """Batches in progress whose backup has ended without a result."""
         self._level = 0.0
         """Served seconds of the principal for which a batch was started last; new principals start with this value."""
 
@@ -341,6 +343,7 @@ class Dispatcher:
         """Remove a batch that is not computed, so that it is started again if a consumer wants it."""
         batch = self.store.batch(batch_id)
         self._slow.discard(batch_id)
+        self._ended.discard(batch_id)
         self.store.remove(batch)
         if batch.slow is not None:
             for consumer in batch.state.consumers:
@@ -373,6 +376,7 @@ class Dispatcher:
             loader.batch_nbytes = _smoothed(loader.batch_nbytes, len(frame.raw))
             self._loads.update(worker)
         self._slow.discard(batch_id)
+        self._ended.discard(batch_id)
         self.store.deaths.pop(batch_id, None)
         self._charge(self.store.finished(batch_id, frame), seconds)
         return other
@@ -756,7 +760,9 @@ class Dispatcher:
                 continue
             task = next(iter(health.tasks.values()))
             batch = self.store.batch(task.batch_id)
-            if batch.backup is not None or not self._is_overdue(batch, task, seconds):
+            if batch.backup is not None or task.batch_id in self._ended:
+                continue
+            if not self._is_overdue(batch, task, seconds):
                 continue
             idle = self._free_worker(suspect=True)
             if idle is None or not self._backups.allows(len(self._loads.workers)):
@@ -784,6 +790,7 @@ class Dispatcher:
             if batch is not None and batch.backup is not None and batch.backup.other == worker:
                 p99 = batch.consumer.loader.times.p99
                 if p99 is not None and now - health.progressed_at > patience(p99, 0.0):
+                    self._ended.add(batch.batch_id)
                     return worker
         return None
 

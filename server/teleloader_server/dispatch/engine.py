@@ -306,6 +306,8 @@ class Engine:
         suspects: Sequence[int] = ()
         if report.slowest[place] is None:
             suspects = indices_of(task, MAX_SUSPECTS + 1)
+        if len(suspects) == 1:
+            measured, suspects = [(suspects[0], fetch)], ()
         learned = self._dispatcher.learn(
             task.batch_id, fetch, measured, suspects if len(suspects) <= MAX_SUSPECTS else ()
         )
@@ -384,7 +386,7 @@ class Engine:
             )  # fmt: skip
         ended = self._dispatcher.backup_to_end(now)
         if ended is not None:
-            self.pool.take(ended, "its batch was slow on another worker, too, and other batches had no worker")
+            self.pool.take(ended, "the backup took long, too, and another client had no worker")
         self._check_soon()
 
     def _submit_backup(self, worker: int, task: Task) -> None:
