@@ -708,11 +708,11 @@ class Dispatcher:
 
     def _next_early(self, consumer: Consumer) -> int | None:
         """Return the consumer's most urgent batch with slow samples that must be started now, or None."""
-        if len(self._slow) >= len(self._loads.workers) // 2:
-            return None
         early, loader = consumer.early, consumer.loader
         while early and self._is_started(consumer, early[0][0]):
             del early[0]
+        if len(self._slow) >= len(self._loads.workers) // 2:
+            return None
         rate = self._rate(loader)
         found, least = None, 0
         for k, slow in early[:MAX_EXAMINED]:

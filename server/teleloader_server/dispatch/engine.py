@@ -150,7 +150,8 @@ class Engine:
         self._decision_due = False
         self._waiting = 0
         """Number of requests that wait for a batch."""
-        self._check_due = False
+        self._check_due = in_turn > 0
+        """True if a check of the workers is scheduled, or none is necessary."""
         self._context = Context()
         """Empty context in which decisions run: they concern all requests, so log lines contain no request ID."""
         self._traces = tracing.is_on()
