@@ -181,15 +181,19 @@ def nightly() -> Iterator[Step]:
         after=("environment",), environment={"TELELOADER_TEST_SLURM": "1"}, pytest=".venv/bin/python -m pytest",
     )  # fmt: skip
     yield previous_release()
+    # without torchvision, whose wheels need torch with CUDA, and without fastai's tokenizer
+    without = f'printf \'torchvision; python_version < "3"\\nspacy; python_version < "3"\\n\' > {OVERRIDES}\n'
     # large; torch goes first, or the frameworks bring a newer one
     yield Step(
         "frameworks",
-        f"{installed('.venv-frameworks', TORCH)}\n"
-        f"{UV} pip install --quiet --python {python('.venv-frameworks')} {TORCH} --group frameworks\n"
+        f"{without}{installed('.venv-frameworks', TORCH)}\n"
+        f"{UV} pip install --quiet --python {python('.venv-frameworks')} {TORCH} --group frameworks 'fastai>=2.8'"
+        f" --overrides {OVERRIDES}\n"
         # importing the frameworks counts to the timeout, too
         + pytest(".venv-frameworks",
                  "tests/examples --ignore tests/examples/test_ray_train.py "
-                 "--deselect tests/examples/test_migration.py::test_mosaic tests/gpu/test_host_memory.py "
+                 "--deselect tests/examples/test_migration.py::test_mosaic "
+                 "--deselect tests/examples/test_migration.py::test_tf_data_service tests/gpu/test_host_memory.py "
                  "tests/docs/test_errors.py tests/shared/test_registry.py tests/end_to_end/test_augmentation.py "
                  "--timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
@@ -201,8 +205,6 @@ def nightly() -> Iterator[Step]:
         f".venv-frameworks/bin/pyright --pythonpath {python('.venv-frameworks')}",
         after=("frameworks",),
     )
-    # without torchvision, whose wheels need torch with CUDA
-    without = f"echo 'torchvision; python_version < \"3\"' > {OVERRIDES}\n"
     # apart, because mosaicml-streaming needs older packages
     streaming = ".venv-streaming"
     yield Step(
@@ -227,6 +229,14 @@ def nightly() -> Iterator[Step]:
         + pytest(ray, "tests/examples/test_ray_train.py tests/end_to_end/test_ray.py "
                       "tests/end_to_end/test_ray_autoscaling.py --timeout 600", 0),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"}, pytest=f"{python(ray)} -m pytest",
+    )  # fmt: skip
+    peers = ".venv-peers"
+    yield Step(
+        "peers",
+        f"{installed(peers, f'{TORCH} --group peers')}\n"
+        f"{pytest(peers, 'tests/examples/test_migration.py -k tf_data --timeout 300', 0)}\n"
+        f"{python(peers)} -m benchmarks whole --quick --rounds 1 --peers flight grain tf_data webdataset",
+        after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"}, pytest=f"{python(peers)} -m pytest",
     )  # fmt: skip
     yield Step("chaos", f'make chaos CHAOS="--seed {time.strftime("%j")} --minutes 10"', after=("environment",))
     yield Step("fuzz", "make fuzz", after=("environment",))

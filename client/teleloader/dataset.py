@@ -40,7 +40,7 @@ from teleloader_shared.errors import (
 from teleloader_shared.messages import PREVIEW, DatasetInfo, Registration
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.secret import Secret
-from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.spec import DEFAULT_COLLATE, LoaderSpec
 
 DEFAULT_RECONNECT_TIMEOUT: Final = 60.0
 DEFAULT_STALL_TIMEOUT: Final = 10.0
@@ -173,8 +173,9 @@ class RemoteDataset:
         return info.length
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        """Return one sample of a map-style dataset, as ``DataLoader(..., batch_size=None)`` yields it in epoch 0.
+        """Return one sample of a map-style dataset in epoch 0, converted by torch's ``default_convert``.
 
+        A collate function that the server's configuration specifies is not used, because it expects a list of samples.
         Each call sends a request, and random augmentation of a sample is the same in each call. To fetch several
         samples together, use `__getitems__`; for training use a `DataLoader`.
 
@@ -246,7 +247,10 @@ class RemoteDataset:
             return self._fetch_from(self._open_sample_pool(), numbers)
 
     def _open_sample_pool(self) -> ConnectionPool:
-        spec = LoaderSpec(dataset=self.name, batch_size=None, fingerprint=self._info.fingerprint)
+        # a collate function of the dataset expects a list of samples
+        spec = LoaderSpec(
+            dataset=self.name, batch_size=None, fingerprint=self._info.fingerprint, collate=DEFAULT_COLLATE
+        )
         server, registered = self._register(spec, epoch=0)
         return ConnectionPool(server, registered.key, 0, f"{consumers_prefix()}samples")
 

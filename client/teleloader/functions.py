@@ -11,6 +11,7 @@ from teleloader.dataset import RemoteDataset
 from teleloader.fetch.direct import DirectDataset
 from teleloader_shared import local
 from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.spec import DEFAULT_COLLATE
 
 
 def name_on_server(
@@ -45,9 +46,8 @@ def name_on_server(
         names = "" if is_local else ", or the name of a function on the server, as 'module:name'"
         raise TypeError(f"{argument} must be a function{names}; got {function!r:.80}")
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    torchs = argument == "collate_fn" and _is_torchs_default(module, name, batched=batched)
-    if torchs and dataset.info.collate == "default":
-        return None
+    if argument == "collate_fn" and _is_torchs_default(module, name, batched=batched):
+        return None if dataset.info.collate == DEFAULT_COLLATE else DEFAULT_COLLATE
     if isinstance(dataset, DirectDataset) or dataset.is_here:
         return local.register_function(owner, argument)
     info = dataset.info

@@ -23,6 +23,7 @@ from teleloader_server.workers.procfs import shortage
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.secret import Secret
+from teleloader_shared.spec import DEFAULT_COLLATE
 
 DEFAULT_NAME: Final = "dataset"
 
@@ -101,7 +102,7 @@ def serve(
     make_hosted = partial(
         host,
         collate=collate_fn,
-        collate_name="default" if collate_fn is None else getattr(collate_fn, "__qualname__", repr(collate_fn)),
+        collate_name=DEFAULT_COLLATE if collate_fn is None else getattr(collate_fn, "__qualname__", repr(collate_fn)),
         worker_init=worker_init_fn,
         version=version,
         seeding=seeding,

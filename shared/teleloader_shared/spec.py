@@ -19,6 +19,8 @@ Compression = Literal["zstd", "lz4"]
 Order = Literal["plan", "client"]
 OnError = Literal["raise", "skip", "replace"]
 
+DEFAULT_COLLATE: Final = "default"
+"""Name of the built-in collate function: torch's ``default_collate``, and ``default_convert`` for single samples."""
 MAX_BATCH_SIZE: Final = 2**20
 MAX_WORLD_SIZE: Final = 2**20
 MAX_EPOCH: Final = 2**62
@@ -72,7 +74,7 @@ class LoaderSpec:
     compression: Compression | None = None
     """Compression that workers apply to arrays; None for no compression."""
     collate: str | None = None
-    """Name of one of the dataset's collate functions; None for the dataset's default."""
+    """Name of one of the dataset's collate functions, or `DEFAULT_COLLATE`; None for the dataset's default."""
     worker_init: str | None = None
     """Name of one of the dataset's worker-init functions, for a private worker pool; None for the dataset's default."""
     on_error: OnError = "raise"
@@ -155,6 +157,12 @@ class LoaderSpec:
     def datasets(self) -> tuple[str, ...]:
         """Names of the hosted datasets from which the samples come: the sources of the mixture, or `dataset`."""
         return (self.dataset,) if self.mixture is None else tuple(name for name, _ in self.mixture.sources)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Names of the dataset's functions that the spec selects."""
+        selected = (None if self.collate == DEFAULT_COLLATE else self.collate, self.worker_init)
+        return tuple(name for name in selected if name is not None)
 
     @property
     def content(self) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader.transport.http import HttpConnection, HttpServer
+from teleloader_server import serve
 from tests.conftest import ROOT, ServerProcess, StartServer, need
 
 HOSTED = [f"{name}=tests.end_to_end.hosted:{name}" for name in ("numbers", "augmented", "failing")]
@@ -52,6 +53,23 @@ def squares(indices: Any) -> list[list[float]]:
 def plain(batches: Any) -> list[Any]:
     """Return batches of numbers as lists."""
     return [[column.tolist() for column in batch] for batch in batches]
+
+
+def first_columns(samples: list[Any]) -> Any:
+    """Collate only the first column of samples."""
+    return [sample[0] for sample in samples]
+
+
+def test_samples_are_not_collated() -> None:
+    """A dataset's collate function is for batches: single samples are those of the dataset."""
+    from torch.utils.data import default_collate
+
+    with serve([(i, i**2) for i in range(6)], collate_fn=first_columns) as url:
+        remote = RemoteDataset(url)
+        assert next(iter(DataLoader(remote, batch_size=2))) == [0, 1]
+        assert remote[2] == [2, 4]
+        assert remote.__getitems__([3, 1]) == [[3, 9], [1, 1]]
+        assert plain([next(iter(DataLoader(remote, batch_size=2, collate_fn=default_collate)))]) == [[[0, 1], [0, 1]]]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

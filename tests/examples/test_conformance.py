@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,36 @@ def test_skorch() -> None:
             net.fit(POINTS)
             results.append((net.history[:, "train_loss"], weights_of(net.module_)))
     assert results[0] == results[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fastai(tmp_path: Path) -> None:
+    """A fastai Learner trains and validates on plain loaders, as its page on migrating from PyTorch describes."""
+    need_framework("fastai")
+    from fastai.basics import DataLoaders, Learner
+    from fastai.callback.core import Callback
+
+    class AsColumns(Callback):  # type: ignore[misc, unused-ignore]
+        """Converts inputs and targets of each batch."""
+
+        def before_batch(self) -> None:
+            """Replace the batch's tensors."""
+            inputs, targets = as_column((self.x, self.y))
+            self.learn.xb, self.learn.yb = (inputs,), (targets,)
+
+    results = []
+    with serve(POINTS, num_workers=1) as url:
+        for make in loaders(url):
+            torch.manual_seed(0)
+            data = DataLoaders(make(shuffle=True), make(), device="cpu", path=tmp_path)
+            learner = Learner(
+                data, torch.nn.Linear(1, 1), loss_func=torch.nn.functional.mse_loss, lr=0.1, cbs=AsColumns()
+            )
+            with learner.no_logging():
+                learner.fit(3)
+            results.append(([list(values) for values in learner.recorder.values], weights_of(learner.model)))
+    assert results[0] == results[1]
+    assert len(results[0][0]) == 3, "epochs"
 
 
 class Column(torch.nn.Module if hasattr(torch, "nn") else object):  # type: ignore[misc, name-defined, unused-ignore]

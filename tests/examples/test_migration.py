@@ -1,6 +1,6 @@
 """The code of docs/migration.md yields the same samples before and after a migration.
 
-Each library is tested if it is installed; with TELELOADER_TEST_FRAMEWORKS=1, all except TensorFlow must be installed.
+Each library is tested if it is installed; with TELELOADER_TEST_FRAMEWORKS=1, all must be installed.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def test_mosaic(section: Callable[[str], Section]) -> None:
 
 def test_tf_data_service(section: Callable[[str], Section]) -> None:
     """The samples of each epoch are the same, and each epoch has every sample once."""
-    # in no environment of the nightly checks: too large
-    service = pytest.importorskip("tensorflow").data.experimental.service
+    need_framework("tensorflow")
+    service = import_module("tensorflow").data.experimental.service
     dispatcher = service.DispatchServer()
     target = dispatcher.target
     config = service.WorkerConfig(dispatcher_address=target.partition("://")[2])

@@ -21,6 +21,7 @@ from teleloader_server.loading.random_state import seed_all
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.sources import Sources, describe
+from teleloader_shared.spec import DEFAULT_COLLATE
 
 _MAX_TEXT: Final = 64 * 1024
 _FACTORY_SEED: Final = derive_seed("dataset")
@@ -53,7 +54,7 @@ class HostedDataset:
             samples: Samples of the batch; not empty.
             name: Name of the collate function that the client selected; None for the dataset's own.
         """
-        collate = self.collate if name is None else self.functions[name]
+        collate = self._collate_named(name)
         if collate is not None:
             return collate(samples)
         try:
@@ -72,8 +73,7 @@ class HostedDataset:
         returns the batch; the first dimension of the batch's arrays is the batch size. The method is not used with a
         collate function or with seeding per sample, which require single samples.
         """
-        collate = self.collate if name is None else self.functions[name]
-        if collate is not None or self.info.seeding != "batch" or self.info.kind != "map":
+        if self._collate_named(name) is not None or self.info.seeding != "batch" or self.info.kind != "map":
             return False
         return getattr(self.dataset, "__getbatch__", None) is not None
 
@@ -84,8 +84,14 @@ class HostedDataset:
             sample: The sample.
             name: Name of the collate function that the client selected; None for the dataset's own.
         """
-        collate = self.collate if name is None else self.functions[name]
+        collate = self._collate_named(name)
         return self.default_convert(sample) if collate is None else collate(sample)
+
+    def _collate_named(self, name: str | None) -> Callable[[Any], Any] | None:
+        """Return the selected collate function; None for the built-in one."""
+        if name is None:
+            return self.collate
+        return None if name == DEFAULT_COLLATE else self.functions[name]
 
     def copied(self) -> HostedDataset:
         """Return a record with a deep copy of the dataset, or this record if the dataset cannot be copied."""
@@ -183,7 +189,7 @@ def open_dataset(config: DatasetConfig) -> HostedDataset:
         dataset,
         name=config.name,
         collate=None if config.collate is None else resolve(config.collate, f"collate of dataset {config.name!r}"),
-        collate_name=config.collate or "default",
+        collate_name=config.collate or DEFAULT_COLLATE,
         worker_init=(
             None
             if config.worker_init is None
@@ -202,7 +208,7 @@ def host(
     *,
     name: str,
     collate: Callable[[list[Any]], Any] | None = None,
-    collate_name: str = "default",
+    collate_name: str = DEFAULT_COLLATE,
     worker_init: Callable[[int], None] | None = None,
     worker_init_name: str | None = None,
     functions: Mapping[str, Callable[..., Any]] | None = None,

@@ -84,8 +84,8 @@ class ConfiguredPools:
         A loader of an iterable-style dataset gets one worker process per shard, or a thread if neither the server nor
         the loader has workers. A loader with `in_process` gets a thread. Other loaders use the shared pool.
         """
-        for name in (spec.collate, spec.worker_init):
-            if name is not None and name not in info.functions:
+        for name in spec.functions:
+            if name not in info.functions:
                 raise InvalidSpec(
                     f"function {name!r} is not allowed for dataset {info.name!r}: add it to functions in the server's "
                     f"configuration. Allowed functions: {', '.join(info.functions) or 'none'}"
@@ -150,12 +150,12 @@ class ObjectPools:
         datasets = self._datasets()
         mine = {name: datasets[name] for name in spec.datasets}
         functions = {name: mine[spec.dataset].functions[name] for name in info.functions}
-        for name in (spec.collate, spec.worker_init):
+        for name in spec.functions:
             # only private workers: shared ones may have been forked before the function was passed
-            function = None if name is None or spec.session is None else local.registered_function(name)
-            if name is not None and function is not None:
+            function = None if spec.session is None else local.registered_function(name)
+            if function is not None:
                 functions[name] = function
-            elif name is not None and name not in functions:
+            elif name not in functions:
                 raise InvalidSpec(
                     f"unknown function {name!r}: pass the function to serve(), or create the loader in the process "
                     "that called serve()"
