@@ -208,6 +208,12 @@ class DatasetStats:
     """Samples of a ``CachedDataset`` that workers computed."""
     cache_saved: float = 0.0
     """Time to compute the samples that were read, less the time to read them."""
+    samples_slow: int = 0
+    """Samples that took unusually long, counted again if they were not slow in between."""
+    batches_early: int = 0
+    """Batches that were started before others because they contain slow samples."""
+    batches_backed_up: int = 0
+    """Batches that a second worker computed, too, because the first one took unusually long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,8 @@ class Service:
         self.groups: list[list[int]] = []
         """Numbers of the batches that were started together, for each group."""
         self.evicted: list[BatchId] = []
+        self.withdrawn: list[int] = []
+        """Workers whose batch another worker has completed first."""
         self.now = 0.0
         for worker in range(workers):
             self.worker_ready(worker)
@@ -130,8 +132,29 @@ class Service:
     def finish(self, worker: int = 0, nbytes: int = 1, seconds: float = SLOW) -> BatchId:
         """Complete the first batch of a worker."""
         batch_id = self.queues[worker].pop(0)
-        self.dispatcher.finished(worker, batch_id, self.frame(batch_id, nbytes), seconds)
+        self.health[worker].progress(self.now)
+        other = self.dispatcher.finished(worker, batch_id, self.frame(batch_id, nbytes), seconds)
+        if other is not None:
+            assert batch_id in self.queues[other], "the other worker computes the batch"
+            self.withdrawn.append(other)
+            self.stall(other, [each for each in self.queues[other] if each != batch_id])
+            self.queues[other].remove(batch_id)
         return batch_id
+
+    def back_up(self) -> list[tuple[int, BatchId]]:
+        """Start backups, and return the worker and the batch of each."""
+        started = []
+
+        def begin(worker: int, task: Task) -> None:
+            assert not self.queues[worker], "backups start on idle workers"
+            assert worker not in self.recycling | self.stalled
+            assert self.running().count(task.batch_id) == 1
+            self.queues[worker].append(task.batch_id)
+            self.health[worker].progress(self.now)
+            started.append((worker, task.batch_id))
+
+        self.dispatcher.start_backups(self.now, begin)
+        return started
 
     def frame(self, batch_id: BatchId, nbytes: int) -> ReadyFrame:
         """Return a frame that counts as ready until its memory is released."""

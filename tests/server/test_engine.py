@@ -14,6 +14,7 @@ from teleloader_server.dispatch.counters import Counters, EngineSource
 from teleloader_server.dispatch.engine import FORGOTTEN_TOGETHER, BatchStream, Engine
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Loader, RangeRequest
+from teleloader_server.dispatch.stragglers import MIN_BATCHES
 from teleloader_server.loading.tasks import GroupReport, Task
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import WorkerState
@@ -25,6 +26,7 @@ from tests.server.dispatching import Tasks
 BUDGET = 2**20
 SOURCE = EngineSource(None, "--num-workers {}")
 REPORT = GroupReport([1], failed=False, stages=[[1.0], [0.0], [0.0]], cpu_wait=0.0, slowest=[None])
+QUICK_REPORT = REPORT._replace(stages=[[0.01], [0.0], [0.0]])
 
 
 class FakePool:
@@ -177,6 +179,38 @@ async def test_a_response_waits_for_a_number_of_batches(count: int | None, first
         await begun()
         assert lingering.done()
         assert stream.consumer.state.waiters == {}
+    await engine.close()
+
+
+async def test_the_first_result_of_a_batch_with_a_backup_counts() -> None:
+    """The result of the slow worker is discarded; its worker computes nothing else until it continues."""
+    pool, counters = FakePool(), Counters()
+    withdrawn: list[tuple[int, int]] = []
+    pool.withdraw = lambda worker, batch_id: withdrawn.append((worker, batch_id.batch))  # type: ignore[attr-defined]
+    engine = Engine(pool, Memory(BUDGET), counters, SOURCE)
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1)
+    loader = Loader(spec.key, spec, 100, 100)
+    for _ in range(MIN_BATCHES):
+        loader.times.add(0.01)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 2)))
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
+        await begun()
+        (stuck, late), (other, task) = pool.tasks
+        pool.tasks.remove((other, task))
+        engine.tasks_done(other, [task], [np.zeros(100, np.uint8)], QUICK_REPORT)
+        waiting = asyncio.create_task(stream.take())
+        while len(pool.tasks) < 2:
+            await asyncio.sleep(0.01)
+        assert [(worker, task.batch_id) for worker, task in pool.tasks] == [
+            (stuck, late.batch_id),
+            (other, late.batch_id),
+        ]
+        assert counters.datasets["data"].backups == 1
+        del pool.tasks[1]
+        engine.tasks_done(other, [late], [np.ones(100, np.uint8)], QUICK_REPORT)
+        assert (await waiting).raw.sum() == 100
+    assert withdrawn == [(stuck, 0)]
     await engine.close()
 
 

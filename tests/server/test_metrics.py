@@ -16,6 +16,7 @@ from teleloader_server.dispatch.counters import (
     MAX_MESSAGE,
     MAX_SHOWN_INDICES,
     MAX_TRACEBACK,
+    MIN_STALL,
     OTHER_ERRORS,
     SLOWEST,
     Counters,
@@ -113,6 +114,21 @@ def test_a_clients_list_is_kept_with_a_slow_batch_unless_it_is_long() -> None:
     long = to_bytes(batch_id, list(range(MAX_KEPT_LIST)))
     pool.computed(0, [task(0, indices=long, spec=spec)], [NOTHING], report(0.1))
     assert [slow.indices for slow in metrics.datasets["data"].slowest()] == [[9, 8, 7], []]
+
+
+def test_slow_samples_are_counted_and_the_slowest_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The log names a batch only if it takes twice as long as those that were logged before, and long at all."""
+    metrics = Counters()
+    pool = metrics.pool()
+    for fetch in (MIN_STALL / 2, 3.0, 4.0, 7.0):
+        pool.slow_samples(task(3), [42], 0.02, fetch, [(42, fetch)])
+    pool.slow_samples(task(4), [1, 2], None, 20.0, [])
+    assert metrics.datasets["data"].slow_samples == 6
+    assert [record.getMessage().partition(". In later")[0] for record in caplog.records] == [
+        "batch 3 of epoch 0 of dataset data was slow: sample 42 took 3.000 s; the median of all batches is 0.02 s",
+        "batch 3 of epoch 0 of dataset data was slow: sample 42 took 7.000 s; the median of all batches is 0.02 s",
+        "batch 4 of epoch 0 of dataset data was slow: its samples took 20.000 s together",
+    ]
 
 
 def test_failures_are_counted_by_type() -> None:

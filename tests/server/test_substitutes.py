@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teleloader_server.loading.substitutes import MAX_MESSAGE, MAX_MESSAGES, MAX_REPLACEMENTS, Substitutes
-from teleloader_server.loading.tasks import Task
+from teleloader_server.loading.tasks import MAX_SLOW, SLOW_FROM, Task
 from teleloader_shared.codec import BatchId, Failure, Frame, Substituted, Substitution
 from teleloader_shared.errors import ProtocolError
 from teleloader_shared.orders.replacement import replacement
@@ -395,6 +395,30 @@ def test_the_slowest_sample_is_reported_if_samples_take_long(monkeypatch: pytest
     bench.frame(0, **plan())
     bench.frame(5, **plan())
     assert bench.report.slowest is None, "the batch before was fast"
+
+
+def test_slow_samples_are_reported_with_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slowest ones come first, and their number is limited."""
+    now = 0.0
+    seconds: dict[int, float] = {}
+
+    class Clocked(Fragile):
+        def __getitem__(self, index: int) -> Any:
+            nonlocal now
+            now += seconds.get(index, 0.001)
+            return super().__getitem__(index)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    bench = Bench(Clocked())
+    seconds = {41: 1.0, 44: 3.0, 46: SLOW_FROM / 2}
+    bench.frame(5, **plan())
+    assert bench.report is not None
+    assert [(index, round(took, 6)) for index, took in bench.report.slow] == [(44, 3.0), (41, 1.0)]
+    bench.frame(0, **plan())
+    assert bench.report.slow == []
+    seconds = dict.fromkeys(range(bench.length), 1.0)
+    bench.frame(0, **plan(batch_size=MAX_SLOW + 1))
+    assert len(bench.report.slow) == MAX_SLOW
 
 
 @given(

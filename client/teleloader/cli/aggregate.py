@@ -96,6 +96,9 @@ def _of_datasets(parts: Sequence[DatasetStats]) -> DatasetStats:
         cache_hits=sum(part.cache_hits for part in parts),
         cache_misses=sum(part.cache_misses for part in parts),
         cache_saved=sum(part.cache_saved for part in parts),
+        samples_slow=sum(part.samples_slow for part in parts),
+        batches_early=sum(part.batches_early for part in parts),
+        batches_backed_up=sum(part.batches_backed_up for part in parts),
     )
 
 

@@ -46,7 +46,10 @@ OVERTAKEN: Final = 2.0
 
 A smaller elapsed time after this period is the report of a new client process.
 """
-_FETCH: Final = STAGES.index(Fetch)
+FETCH: Final = STAGES.index(Fetch)
+"""Position of the `Fetch` stage in `GroupReport.stages`."""
+MIN_STALL: Final = 0.5
+"""Minimum time in seconds to fetch a batch whose slow samples are logged."""
 KEEP_LOOPS: Final = 60.0
 """Seconds for which the counters of a training loop are kept after its last request."""
 
@@ -92,6 +95,14 @@ class DatasetCounters:
         self.failed = 0
         self.retried = 0
         self.substituted = 0
+        self.early = 0
+        """Batches that were started earlier because they contain slow samples."""
+        self.backups = 0
+        """Batches that a second worker computed, too, because the first one took unusually long."""
+        self.slow_samples = 0
+        """Samples that were found to be slow."""
+        self.stall_from = MIN_STALL
+        """Time in seconds to fetch a batch from which its slow samples are logged."""
         self.cache_hits = 0
         self.cache_misses = 0
         self.cache_saved = 0.0
@@ -427,7 +438,7 @@ class PoolCounters:
         dataset.cache_hits += report.cache.hits
         dataset.cache_misses += report.cache.misses
         dataset.cache_saved += report.cache.saved
-        fetched = report.stages[_FETCH]
+        fetched = report.stages[FETCH]
         if max(fetched) > dataset.slow_from:
             for task, fetch, sample in zip(tasks, fetched, report.slowest, strict=True):
                 if fetch > dataset.slow_from:
@@ -449,6 +460,41 @@ class PoolCounters:
                 done = "skipped" if replacement is None else f"replaced by sample {replacement!r}"
                 sample = f"sample {index!r}" if index is not None else f"the sample at position {position}"
                 logger.warning("%s of dataset %s failed, and was %s: %r", sample, task.spec.dataset, done, error)
+
+    def slow_samples(
+        self, task: Task, new: Sequence[int], typical: float | None, fetch: float, measured: Sequence[tuple[int, float]]
+    ) -> None:
+        """Count slow samples that were not known; log those that take twice as long as all that were logged before.
+
+        Args:
+            task: Task of the batch that contains the samples.
+            new: Indices of the samples.
+            typical: Median time of a batch in seconds; None if it is unknown.
+            fetch: Time to fetch the batch in seconds.
+            measured: Indices and times in seconds of its slow samples; empty if only the time of the batch is known.
+        """
+        dataset = self._metrics.datasets[task.spec.dataset]
+        dataset.slow_samples += len(new)
+        if fetch < dataset.stall_from:
+            return
+        dataset.stall_from = 2 * fetch
+        loader, epoch, batch = task.batch_id
+        usual = "" if typical is None else f"; the median of all batches is {typical:.2g} s"
+        samples = ", ".join(f"sample {index} took {seconds:.3f} s" for index, seconds in measured)
+        logger.warning(
+            "batch %d of epoch %d of dataset %s was slow: %s%s. In later epochs in seeded order, batches with slow "
+            "samples are started earlier",
+            batch, epoch, task.spec.dataset, samples or f"its samples took {fetch:.3f} s together", usual,
+            extra={"loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset},
+        )  # fmt: skip
+
+    def backup_started(self, task: Task) -> None:
+        """Count a backup."""
+        self._metrics.datasets[task.spec.dataset].backups += 1
+
+    def started_early(self, dataset: str) -> None:
+        """Count a batch that was started earlier because it contains slow samples."""
+        self._metrics.datasets[dataset].early += 1
 
     def retried(self, dataset: str) -> None:
         """Count a batch that is recomputed after the exit of its worker."""

@@ -20,19 +20,25 @@ Rules:
 7. Computing time beyond a batch's estimate is charged as soon as it is known.
 8. A batch of a background consumer is started only on an idle worker, and if no other batch of any principal can be
    started.
+9. A batch with slow samples is started before the prefetch window reaches it, on an idle worker, and no other batch is
+   queued behind it. Such batches take up to half of the workers (`stragglers`).
+10. If a client waits for a batch whose worker takes unusually long, an idle worker computes the batch, too (a backup).
+   The first result counts. A backup that takes unusually long, too, ends if another batch waits for a worker.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from teleloader_server.dispatch.quotas import Memory, Quota, too_many
 from teleloader_server.dispatch.records import (
+    Backup,
     Batch,
     Candidate,
     Consumer,
@@ -46,10 +52,24 @@ from teleloader_server.dispatch.records import (
     training_loop,
 )
 from teleloader_server.dispatch.store import Store
+from teleloader_server.dispatch.stragglers import (
+    BACKUP_LEAST,
+    DEPTH_BYTES,
+    BackupBudget,
+    Lookahead,
+    SlowBatch,
+    depth,
+    is_slow,
+    lead,
+    patience,
+    slow_samples,
+)
 from teleloader_server.dispatch.worker_loads import WorkerLoads
-from teleloader_server.loading.tasks import GROUP_BYTES, GROUP_SECONDS, Task
+from teleloader_server.loading.tasks import GROUP_BYTES, GROUP_SECONDS, MAX_MAIN_SLOTS, SLOW_FROM, Task, indices_of
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_shared.codec import BatchId, Substituted
+from teleloader_shared.errors import InvalidSpec
+from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import MAX_EPOCH
 
 MAX_ATTEMPTS: Final = 3
@@ -70,11 +90,25 @@ LEAVE_SECONDS: Final = 10.0
 """Seconds after the last request of all others until a capped principal or consumer may use all workers again."""
 MAX_SUBSTITUTIONS: Final = 20_000
 """Number of skipped and replaced samples of an epoch after which those of further batches are not kept."""
+SCANS_TOGETHER: Final = 4
+"""Maximum number of scans for slow samples per event of a consumer."""
+MAX_EXAMINED: Final = 16
+"""Number of a consumer's next batches with slow samples from which the one to start is selected."""
 LOSS_SECONDS: Final = 1.0
 """Minimum worker time in seconds that is charged to a consumer if a worker exits while computing its batch."""
 
 
 _NEXT: Final = attrgetter("next")
+
+
+class Learned(NamedTuple):
+    """Slow samples that were found in a computed batch."""
+
+    new: Sequence[int]
+    """Indices of the slow samples that were not known."""
+    typical: float | None
+    """Median time of a batch in seconds; None if it is unknown."""
+
 
 Submit = Callable[[int, Sequence[Batch]], object]
 """Callback, called with the worker ID and each group of batches that the worker must compute."""
@@ -101,6 +135,11 @@ class Dispatcher:
         self._principal_shares: dict[str, PrincipalShare] = {}
         """Shares of the principals that have consumers, by principal name."""
         self._tickets = itertools.count()
+        self._slow: set[BatchId] = set()
+        """Batches with slow samples that are being computed."""
+        self._backups = BackupBudget()
+        self._ended: set[BatchId] = set()
+        """Batches in progress whose backup has ended without a result."""
         self._level = 0.0
         """Served seconds of the principal for which a batch was started last; new principals start with this value."""
 
@@ -138,13 +177,18 @@ class Dispatcher:
         if not consumer.position <= start <= consumer.position + MAX_BEHIND:
             consumer.sent_beyond.clear()
             self.store.move(consumer, start)
+            consumer.scanned, consumer.early = start, []
         consumer.requests.append(pending)
         if consumer.sent_beyond:
             self.store.unmark_unwanted(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
         furthest = max(pending.stop for pending in consumer.requests)
         consumer.ahead_start = consumer.ahead_cursor = furthest
-        consumer.ahead_stop = min(loader.batches, furthest + request.prefetch)
+        consumer.ahead_stop = min(loader.batches, furthest + self._depth(consumer, request.prefetch))
+        if request.prefetch or furthest < loader.batches:
+            consumer.looks_ahead = request.prefetch > 0 and self._knows_order(loader)
         self.store.active[consumer] = None
+        if consumer.looks_ahead and loader.slow.seconds:
+            self._look_ahead(consumer)
         self._enqueue(consumer)
         return pending
 
@@ -167,6 +211,8 @@ class Dispatcher:
         if position != consumer.position:
             self.store.move(consumer, position)
         self.store.sent(consumer, numbers)
+        if consumer.looks_ahead and consumer.loader.slow.seconds:
+            self._look_ahead(consumer)
         self._enqueue(consumer)
 
     def close(self, pending: PendingRequest) -> None:
@@ -197,8 +243,9 @@ class Dispatcher:
         # the next iteration of a training loop has a new name, which must give it no advantage
         mine = (c for c in self._consumers.values() if c.principal_share is principal_share)
         served = max((c.served for c in mine if training_loop(c.name) == loop), default=0.0)
+        start = request.batches.start
         consumer = Consumer(
-            principal_share, request.consumer, loader, epoch, state, request.batches.start, served, now,
+            principal_share, request.consumer, loader, epoch, state, start, served, now, scanned=start,
             is_background=request.is_background,
         )  # fmt: skip
         self._consumers[quota.name, consumer.name, epoch] = consumer
@@ -246,7 +293,8 @@ class Dispatcher:
         if self._in_turn:
             return False
         for batch_id in waiting:
-            self.store.remove(self.store.batch(batch_id))
+            if not self._has_other_worker(batch_id):
+                self._requeue(batch_id)
         return True
 
     def worker_resumed(self, worker: int) -> None:
@@ -276,6 +324,8 @@ class Dispatcher:
                 # With several batches in the queue, the culprit is unknown. From now on, each of them is assigned to a
                 # worker without other batches, so that the next exit identifies the culprit.
                 deaths[batch_id] = deaths.get(batch_id, 0) + (len(lost) == 1)
+            if self._has_other_worker(batch_id):
+                continue
             if (
                 batch_id == worker_exit.attribution
                 or batch_id in worker_exit.overdue
@@ -283,18 +333,93 @@ class Dispatcher:
             ):
                 failed.append(batch_id)
             else:
-                self.store.remove(self.store.batch(batch_id))
+                self._requeue(batch_id)
         return failed
 
-    def finished(self, worker: int | None, batch_id: BatchId, frame: ReadyFrame, seconds: float = 0.0) -> None:
-        """Store the frame of a completed batch; `worker` is None for a failure frame created by the server itself."""
+    def _has_other_worker(self, batch_id: BatchId) -> bool:
+        """Return True if another worker computes a batch that one worker will not complete."""
+        batch = self.store.batch(batch_id)
+        if batch.backup is None:
+            return False
+        batch.backup = None
+        self._backups.running -= 1
+        return True
+
+    def _requeue(self, batch_id: BatchId) -> None:
+        """Remove a batch that is not computed, so that it is started again if a consumer wants it."""
+        batch = self.store.batch(batch_id)
+        self._slow.discard(batch_id)
+        self._ended.discard(batch_id)
+        self.store.remove(batch)
+        if batch.slow is not None:
+            for consumer in batch.state.consumers:
+                bisect.insort(consumer.early, (batch_id.batch, batch.slow))
+
+    def finished(self, worker: int | None, batch_id: BatchId, frame: ReadyFrame, seconds: float = 0.0) -> int | None:
+        """Store the frame of a completed batch.
+
+        Args:
+            worker: Worker that computed the batch; None for a failure frame created by the server itself.
+            batch_id: The batch.
+            frame: Its frame.
+            seconds: Its computing time in seconds.
+
+        Returns:
+            Another worker that computes the same batch, whose result must be discarded; None if there is none.
+        """
+        other = None
         if worker is not None:
-            loader = self.store.batch(batch_id).consumer.loader
-            loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
+            batch = self.store.batch(batch_id)
+            loader = batch.consumer.loader
+            self._backups.computed += seconds
+            if batch.backup is not None:
+                other = self._end_backup(batch, batch.backup, worker, seconds)
+            if batch.slow is None:
+                loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
+                loader.times.add(seconds)
+            elif seconds <= SLOW_FROM and not frame.failed:
+                loader.slow.forget(batch.slow.samples)
             loader.batch_nbytes = _smoothed(loader.batch_nbytes, len(frame.raw))
             self._loads.update(worker)
+        self._slow.discard(batch_id)
+        self._ended.discard(batch_id)
         self.store.deaths.pop(batch_id, None)
         self._charge(self.store.finished(batch_id, frame), seconds)
+        return other
+
+    def _end_backup(self, batch: Batch, backup: Backup, worker: int, seconds: float) -> int:
+        """Record the result of a batch with a backup; return the worker whose result is not needed."""
+        other, spent = backup.worker, seconds
+        if worker == backup.worker:
+            other, spent = backup.other, max(0.0, seconds - backup.after)
+            batch.consumer.served += spent
+            batch.consumer.principal_share.served += spent
+        batch.backup = None
+        self._backups.running -= 1
+        self._backups.spent += spent
+        return other
+
+    def learn(
+        self, batch_id: BatchId, fetch: float, measured: Sequence[tuple[int, float]], suspects: Iterable[int]
+    ) -> Learned:
+        """Update the slow samples of the dataset from a computed batch; called before `finished`.
+
+        Args:
+            batch_id: The batch.
+            fetch: Time to fetch its samples in seconds.
+            measured: Index and time in seconds of each sample that took longer than `SLOW_FROM`.
+            suspects: Samples of the batch if the times of its samples are unknown, else empty.
+        """
+        batch = self.store.batch(batch_id)
+        loader = batch.consumer.loader
+        typical = loader.times.typical
+        found = slow_samples(fetch, measured, suspects, typical)
+        known = () if batch.slow is None else batch.slow.samples
+        loader.slow.forget(set(known) - {index for index, _ in found})
+        new = loader.slow.learn(found)
+        if found and batch.slow is None:
+            batch.slow = SlowBatch(sum(seconds for _, seconds in found), tuple(index for index, _ in found))
+        return Learned(new, typical)
 
     def substituted(self, batch_id: BatchId, substituted: Substituted) -> None:
         """Keep the skipped and replaced samples of a batch for the epoch, up to `MAX_SUBSTITUTIONS`."""
@@ -371,7 +496,10 @@ class Dispatcher:
                 continue
             candidate, urgency, k = found
             batch_id = BatchId(*candidate.consumer.epoch, k)
-            if self._in_turn:
+            if urgency is Urgency.EARLY:
+                batch_id = _early_id(candidate.consumer, k)
+                worker = self._free_worker(suspect=True)
+            elif self._in_turn:
                 worker = self._owner(batch_id)
             elif batch_id in self.store.deaths:
                 worker = self._free_worker(suspect=True)
@@ -395,17 +523,17 @@ class Dispatcher:
         elif consumer.candidate is None or consumer.candidate.urgency is not found[0]:
             principal_share = consumer.principal_share
             consumer.candidate = Candidate(
-                found[0], self._due(consumer, found[1]), next(self._tickets), consumer.served, consumer
+                found[0], self._due(consumer, *found), next(self._tickets), consumer.served, consumer
             )
             heapq.heappush(principal_share.queue, consumer.candidate)
             if len(principal_share.queue) > 2 * len(principal_share.quota.consumers) + 16:
                 principal_share.queue = [each for each in principal_share.queue if each is each.consumer.candidate]
                 heapq.heapify(principal_share.queue)
 
-    def _due(self, consumer: Consumer, k: int) -> float:
+    def _due(self, consumer: Consumer, urgency: Urgency, k: int) -> float:
         """Return `Candidate.due` of a consumer whose most urgent batch is k."""
         most = _group_limit(consumer.loader)
-        if most < 2:
+        if most < 2 or urgency is Urgency.EARLY:
             return consumer.served
         count = min(most, consumer.startable_until(k, MAX_REQUESTED) - k)
         return consumer.served + (count - 1) * (consumer.loader.batch_seconds or 0.0)
@@ -435,7 +563,8 @@ class Dispatcher:
         estimate = int(loader.batch_nbytes or 0)
         if consumer.reads_too_little or self._takes_all_workers(consumer):
             return False
-        group = self._group(worker, batch_id, consumer)
+        is_early = urgency is Urgency.EARLY
+        group = [batch_id.batch] if is_early else self._group(worker, batch_id, consumer)
         if len(group) > 1 and self.store.is_full(principal_share, estimate * len(group)):
             group = group[:1]
         if len(group) == 1 and self.store.is_full(principal_share, estimate):
@@ -447,9 +576,17 @@ class Dispatcher:
         seconds = 0.001 if loader.batch_seconds is None else loader.batch_seconds
         batches = []
         for number in group:
-            batch = self.store.add(BatchId(*consumer.epoch, number), consumer, estimate)
+            batch = self.store.add(batch_id._replace(batch=number), consumer, estimate)
             self._charge(batch, seconds)
             batches.append(batch)
+        lookahead = consumer.next_lookahead if batch_id.epoch != consumer.epoch[1] else consumer.state.lookahead
+        if lookahead is not None and (slow := lookahead.found.get(batch_id.batch)) is not None:
+            batches[0].slow = slow
+            self._slow.add(batch_id)
+        if is_early:
+            batches[0].is_early = True
+            is_next = batch_id.epoch != consumer.epoch[1]
+            consumer.started_early.append(batch_id.batch + is_next * loader.batches)
         submit(worker, batches)
         self._loads.update(worker)
         return True
@@ -459,7 +596,9 @@ class Dispatcher:
         k, loader, step = batch_id.batch, consumer.loader, self._in_turn or 1
         alone = range(k, k + 1)
         by_size = _group_limit(loader)
-        if by_size < 2 or batch_id in self.store.deaths:
+        lookahead = consumer.state.lookahead
+        slow = {} if lookahead is None else lookahead.found
+        if by_size < 2 or batch_id in self.store.deaths or k in slow:
             return alone
         health = self._loads.workers[worker]
         room = MAX_QUEUE if self._in_turn else _most_queued(loader.batch_seconds) + 1
@@ -470,7 +609,7 @@ class Dispatcher:
             most = min(most, math.ceil((max(stop, consumer.ahead_stop) - k) / workers))
         batches, deaths = consumer.state.batches, self.store.deaths
         for number in range(k + step, min(stop, k + step * int(most)), step):
-            if number in batches or (deaths and BatchId(*consumer.epoch, number) in deaths):
+            if number in batches or number in slow or (deaths and BatchId(*consumer.epoch, number) in deaths):
                 return range(k, number, step)
         return range(k, max(k + 1, min(stop, k + step * int(most))), step)
 
@@ -491,6 +630,8 @@ class Dispatcher:
                 return Urgency.WAITING, missing
             if requested is None:
                 requested = missing
+        if consumer.early and (early := self._next_early(consumer)) is not None:
+            return Urgency.EARLY, early
         if requested is not None:
             return Urgency.REQUESTED, requested
         k = consumer.ahead_cursor  # after the end of all requests
@@ -527,12 +668,163 @@ class Dispatcher:
         """Return True if a batch that is not suspect can be assigned to a worker."""
         if health.recycling or health.stalled:
             return False
-        deaths = self.store.deaths
-        return not deaths or not health.tasks or _last(health.tasks) not in deaths
+        deaths, slow = self.store.deaths, self._slow
+        if not (deaths or slow) or not health.tasks:
+            return True
+        last = _last(health.tasks)
+        return last not in deaths and last not in slow
 
     def _takes_suspect(self, health: WorkerHealth) -> bool:
         """Return True if a suspect batch can be assigned to a worker."""
         return not health.tasks and self._takes(health)
+
+    # -- slow samples
+
+    def _knows_order(self, loader: Loader) -> bool:
+        """Return True if the batches of an epoch can be searched for slow samples."""
+        spec, mixture = loader.spec, loader.spec.mixture
+        is_seeded = spec.order == "plan" and loader.length > 0 and not self._in_turn
+        return is_seeded and (mixture is None or mixture.slots <= MAX_MAIN_SLOTS)
+
+    def _rate(self, loader: Loader) -> float:
+        """Return how many batches/s the workers compute for a consumer if it gets an equal share of their time."""
+        seconds = loader.times.typical or loader.batch_seconds or SLOW_FROM
+        return len(self._loads.workers) / (max(1, len(self.store.active)) * seconds)
+
+    def _depth(self, consumer: Consumer, prefetch: int) -> int:
+        """Return the length of the prefetch window, given the length that the client requested."""
+        loader = consumer.loader
+        p99 = None if self._in_turn or not prefetch else loader.times.p99
+        if p99 is None:
+            return prefetch
+        budget = consumer.principal_share.quota.memory
+        return max(prefetch, depth(p99, self._rate(loader), loader.batch_nbytes or 0.0, budget))
+
+    def _look_ahead(self, consumer: Consumer) -> None:
+        """Search the next batches of a consumer, which may be of the next epoch, for slow samples."""
+        loader, state = consumer.loader, consumer.state
+        reach = min(consumer.position + lead(loader.slow.longest, self._rate(loader)), 2 * loader.batches)
+        for _ in range(SCANS_TOGETHER):
+            if consumer.scanned >= reach:
+                return
+            first = loader.batches if consumer.scanned >= loader.batches else 0
+            lookahead = consumer.next_lookahead if first else state.lookahead
+            if lookahead is None:
+                try:
+                    plan = Plan(loader.spec, loader.length, consumer.epoch[1] + (first > 0))
+                except InvalidSpec:  # a mixture has no further epoch
+                    return
+                lookahead = Lookahead(plan, loader.slow)
+                if first:
+                    consumer.next_lookahead = lookahead
+                else:
+                    state.lookahead = lookahead
+            start = consumer.scanned - first
+            stop, typical = lookahead.scan(start), loader.times.typical
+            found = ((k, lookahead.found[k]) for k in range(start, stop) if k in lookahead.found)
+            consumer.early += [(first + k, slow) for k, slow in found if is_slow(slow.seconds, typical)]
+            consumer.scanned = first + stop
+
+    def _next_early(self, consumer: Consumer) -> int | None:
+        """Return the consumer's most urgent batch with slow samples that must be started now, or None."""
+        early, loader = consumer.early, consumer.loader
+        while early and self._is_started(consumer, early[0][0]):
+            del early[0]
+        if len(self._slow) >= len(self._loads.workers) // 2:
+            return None
+        rate = self._rate(loader)
+        found, least = None, 0
+        for k, slow in early[:MAX_EXAMINED]:
+            rest = k - consumer.position - lead(slow.seconds, rate)
+            if rest <= least and not self._is_started(consumer, k):
+                found, least = k, rest
+        return None if found is None or self._keeps_enough(consumer) else found
+
+    def _is_started(self, consumer: Consumer, k: int) -> bool:
+        """Return True if the consumer needs no early start of a batch, numbered as in `Consumer.early`."""
+        loader, epoch = consumer.epoch
+        if k < consumer.loader.batches:
+            return k in consumer.state.batches or not consumer.lacks(k)
+        following = self.store.known_state((loader, epoch + 1))
+        return following is not None and (k - consumer.loader.batches in following.batches or bool(following.consumers))
+
+    def _keeps_enough(self, consumer: Consumer) -> bool:
+        """Return True if no further batch may be started early for a consumer, because of the memory."""
+        nbytes, share = int(consumer.loader.batch_nbytes or 0), consumer.principal_share
+        consumer.started_early = [k for k in consumer.started_early if k >= consumer.position]
+        most = min(DEPTH_BYTES, share.quota.memory / 8)
+        if consumer.started_early and (len(consumer.started_early) + 1) * nbytes > most:
+            return True
+        window = consumer.ahead_stop - consumer.position + 1
+        return self.store.is_full(share, nbytes * window)
+
+    # -- slow workers
+
+    def start_backups(self, now: float, submit: Callable[[int, Task], object]) -> list[tuple[Task, Backup]]:
+        """Start backups of batches for which clients wait, and whose workers take unusually long.
+
+        Not if workers compute batches in turn: their batches depend on the worker.
+
+        Args:
+            now: Current time.
+            submit: Callback, called with the worker ID of each backup and the task.
+
+        Returns:
+            The tasks with their backups.
+        """
+        started: list[tuple[Task, Backup]] = []
+        for worker, health in () if self._in_turn else list(self._loads.workers.items()):
+            seconds = now - health.progressed_at
+            if seconds < BACKUP_LEAST or not health.tasks:
+                continue
+            task = next(iter(health.tasks.values()))
+            batch = self.store.batch(task.batch_id)
+            if batch.backup is not None or task.batch_id in self._ended:
+                continue
+            if not self._is_overdue(batch, task, seconds):
+                continue
+            idle = self._free_worker(suspect=True)
+            if idle is None or not self._backups.allows(len(self._loads.workers)):
+                break
+            self._backups.running += 1
+            batch.backup = Backup(worker, idle, seconds)
+            submit(idle, task)
+            self._loads.update(idle)
+            started.append((task, batch.backup))
+        return started
+
+    def backup_to_end(self, now: float) -> int | None:
+        """Return the worker of a backup that must be killed, or None.
+
+        A backup that takes unusually long, too, probably has slow samples. It must not take a worker for which another
+        batch waits.
+        """
+        if not self._backups.running or self._free_worker() is not None:
+            return None
+        following = (self._next(consumer) for consumer in self.store.active)
+        if not any(found is not None and found[0] is Urgency.WAITING for found in following):
+            return None
+        for worker, health in self._loads.workers.items():
+            batch = self.store.batch(next(iter(health.tasks.values())).batch_id) if health.tasks else None
+            if batch is not None and batch.backup is not None and batch.backup.other == worker:
+                p99 = batch.consumer.loader.times.p99
+                if p99 is not None and now - health.progressed_at > patience(p99, 0.0):
+                    self._ended.add(batch.batch_id)
+                    return worker
+        return None
+
+    @staticmethod
+    def _is_overdue(batch: Batch, task: Task, seconds: float) -> bool:
+        """Return True if a client waits for a batch whose worker had no result for unusually many seconds."""
+        k, loader = batch.batch_id.batch, batch.consumer.loader
+        p99 = loader.times.p99
+        if p99 is None or seconds <= patience(p99, 0.0):
+            return False
+        if all(pending.next != k for consumer in batch.state.consumers for pending in consumer.requests):
+            return False
+        if batch.slow is None and loader.slow.seconds:  # a client-side sampler determines the order
+            batch.slow = loader.slow.batch(indices_of(task))
+        return seconds > patience(p99, 0.0 if batch.slow is None else batch.slow.seconds)
 
     # -- preemption
 
@@ -587,6 +879,12 @@ class Dispatcher:
 def _turn(share: PrincipalShare) -> tuple[bool, float]:
     """Return the sort key of a principal with queued consumers; the smallest goes first."""
     return share.queue[0].urgency is Urgency.BACKGROUND if share.queue else True, share.served
+
+
+def _early_id(consumer: Consumer, k: int) -> BatchId:
+    """Return the ID of a batch, numbered as in `Consumer.early`."""
+    (loader, epoch), batches = consumer.epoch, consumer.loader.batches
+    return BatchId(loader, epoch, k) if k < batches else BatchId(loader, epoch + 1, k - batches)
 
 
 def _group_limit(loader: Loader) -> float:

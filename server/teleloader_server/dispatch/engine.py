@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -14,12 +15,13 @@ from typing import Final, Self
 import numpy as np
 
 from teleloader_server import request_ids
-from teleloader_server.dispatch.counters import ConsumerCounters, Counters, EngineSource, PoolCounters
+from teleloader_server.dispatch.counters import FETCH, ConsumerCounters, Counters, EngineSource, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
 from teleloader_server.dispatch.records import Batch, Consumer, Loader, PendingRequest, RangeRequest, ReadyFrame
+from teleloader_server.dispatch.stragglers import MAX_SUSPECTS
 from teleloader_server.dispatch.tracing import Made, RequestTrace
-from teleloader_server.loading.tasks import GroupReport, Task, indices_of
+from teleloader_server.loading.tasks import SLOW_FROM, GroupReport, Task, indices_of
 from teleloader_server.workers.health import WorkerExit, WorkerHealth
 from teleloader_server.workers.pool import Lease, Pool, WorkerState
 from teleloader_shared import tracing
@@ -27,8 +29,12 @@ from teleloader_shared.codec import BatchId, Failure, Substituted, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
 from teleloader_shared.messages import DatasetInfo
 
+logger = logging.getLogger(__name__)
+
 FORGOTTEN_TOGETHER: Final = 256
 """Maximum number of idle loaders that one call of `Engine.forget_idle` removes: each costs a message per worker."""
+CHECK_INTERVAL: Final = 0.05
+"""Seconds between two checks of the workers for batches that take unusually long."""
 LONG_SECONDS: Final = 5.0
 """Computing time of a batch in seconds after which its worker may be preempted."""
 
@@ -142,6 +148,10 @@ class Engine:
         self._loaders: set[str] = set()
         """Keys of the loaders whose state workers may keep."""
         self._decision_due = False
+        self._waiting = 0
+        """Number of requests that wait for a batch."""
+        self._check_due = in_turn > 0
+        """True if a check of the workers is scheduled, or none is necessary."""
         self._context = Context()
         """Empty context in which decisions run: they concern all requests, so log lines contain no request ID."""
         self._traces = tracing.is_on()
@@ -224,9 +234,12 @@ class Engine:
             stream._arrived = asyncio.get_running_loop().create_future()
             waiters = state.waiters.setdefault(k, [])
             waiters.append(stream.wake)
+            self._waiting += 1
+            self._check_soon()
             try:
                 await stream._arrived
             finally:
+                self._waiting -= 1
                 if state.waiters.get(k) is waiters:  # the batch is not ready
                     waiters.remove(stream.wake)
                     if not waiters:
@@ -272,13 +285,33 @@ class Engine:
         now, last = time.time_ns(), len(tasks) - 1
         for place, (task, raw, *stages) in enumerate(zip(tasks, frames, *report.stages, strict=True)):
             made = Made(now, worker, stages) if self._traces else None
+            if stages[FETCH] > SLOW_FROM and not (report.failed and place == last):
+                self._learn(task, report, place)
             frame = ReadyFrame(raw, report.failed and place == last, made)
-            self._dispatcher.finished(worker, task.batch_id, frame, sum(stages))
+            other = self._dispatcher.finished(worker, task.batch_id, frame, sum(stages))
+            if other is not None:
+                self.pool.withdraw(other, task.batch_id)
         for place, fields in report.substituted:
             found = Substituted.read(fields)
             self._dispatcher.substituted(tasks[place].batch_id, found)
             self.tally.substituted(tasks[place], found)
         self._decide_soon()
+
+    def _learn(self, task: Task, report: GroupReport, place: int) -> None:
+        """Update the slow samples of a dataset from a batch that took long to fetch."""
+        if task.length == 0:
+            return
+        fetch, measured = report.stages[FETCH][place], dict(report.slow).get(place, ())
+        suspects: Sequence[int] = ()
+        if report.slowest[place] is None:
+            suspects = indices_of(task, MAX_SUSPECTS + 1)
+        if len(suspects) == 1:
+            measured, suspects = [(suspects[0], fetch)], ()
+        learned = self._dispatcher.learn(
+            task.batch_id, fetch, measured, suspects if len(suspects) <= MAX_SUSPECTS else ()
+        )
+        if learned.new:
+            self.tally.slow_samples(task, learned.new, learned.typical, fetch, measured)
 
     def _request_for(self, batch_id: BatchId) -> str | None:
         """Return the ID of a request for the batch, or None if the batch is only prefetched."""
@@ -329,19 +362,49 @@ class Engine:
             self._decision_due = True
             asyncio.get_running_loop().call_soon(self._decide, context=self._context)
 
+    def _check_soon(self) -> None:
+        """Schedule a check of the workers for batches that take unusually long, while requests wait for batches."""
+        if not self._check_due:
+            self._check_due = True
+            asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._check_workers, context=self._context)
+
+    def _check_workers(self) -> None:
+        self._check_due = False
+        if self._end is not None or not self._waiting:
+            return
+        now = time.monotonic()
+        for task, (worker, other, seconds) in self._dispatcher.start_backups(now, self._submit_backup):
+            self.tally.backup_started(task)
+            loader, epoch, batch = task.batch_id
+            logger.info(
+                "worker %d has had no result for %.3f s: worker %d computes batch %d of epoch %d of dataset %s, too",
+                worker, seconds, other, batch, epoch, task.spec.dataset,
+                extra={
+                    "loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset, "worker": worker,
+                },
+            )  # fmt: skip
+        ended = self._dispatcher.backup_to_end(now)
+        if ended is not None:
+            self.pool.take(ended, "the backup took long, too, and another client had no worker")
+        self._check_soon()
+
+    def _submit_backup(self, worker: int, task: Task) -> None:
+        self.pool.submit(worker, [task])
+
     def _decide(self) -> None:
         self._decision_due = False
         if self._end is None:
             self._dispatcher.decide(self._submit)
 
     def _submit(self, worker: int, batches: Sequence[Batch]) -> None:
-        consumer = batches[0].consumer
+        consumer, kept = batches[0].consumer, batches[0].state.substituted
         spec, length = consumer.loader.spec, consumer.loader.length
         index_list = consumer.index_list if spec.order == "client" else lambda k: None
         owner = consumer.principal_share.quota.owners.get(spec.content, 0)
         ids = [batch.batch_id for batch in batches]
-        kept = consumer.state.substituted
         tasks = [Task(spec, length, each, index_list(each.batch), owner, kept.get(each.batch)) for each in ids]
+        if batches[0].is_early:
+            self.tally.started_early(spec.dataset)
         self.pool.submit(worker, tasks)
 
     def forget_idle(self) -> None:

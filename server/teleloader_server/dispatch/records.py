@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from teleloader_server.config import IndexKind
 from teleloader_server.dispatch.quotas import UNREAD_FACTOR, Quota
+from teleloader_server.dispatch.stragglers import BatchTimes, Lookahead, SlowBatch, SlowSamples
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.codec import BatchId, Substituted
 from teleloader_shared.messages import ConsumerReport
@@ -31,6 +32,8 @@ class Urgency(enum.IntEnum):
 
     WAITING = enum.auto()
     """The client waits for the batch."""
+    EARLY = enum.auto()
+    """The batch contains slow samples, so that it must be started long before the client waits for it."""
     REQUESTED = enum.auto()
     """The client requested the batch, and waits for an earlier one."""
     PREFETCHED = enum.auto()
@@ -68,6 +71,10 @@ class Loader:
     """Capacity that the server states for each of the last epochs."""
     batch_nbytes: float | None = None
     """Exponential moving average of the size of a frame in bytes; None before the first batch."""
+    times: BatchTimes = field(default_factory=BatchTimes)
+    """Distribution of the computing time of a batch."""
+    slow: SlowSamples = field(default_factory=SlowSamples)
+    """Slow samples of the dataset, shared by its loaders."""
 
     def capacity_of(self, epoch: int, num_workers: int) -> Capacity:
         """Return the capacity of the workers when a client first registered for an epoch.
@@ -93,8 +100,27 @@ class Batch:
     """Consumer for which the batch was started."""
     charged: float
     """Computing time charged to the consumer, in seconds."""
+    state: EpochState = field(repr=False)
+    """State of the epoch of the batch, which may be the one after that of the consumer."""
     frame: ReadyFrame | None = None
     """Frame; None until the batch is ready."""
+    slow: SlowBatch | None = None
+    """Slow samples of the batch; None if it has none."""
+    is_early: bool = False
+    """True if the batch was started before others because of them."""
+    backup: Backup | None = None
+    """Second computation of the batch, in progress; None if there is none."""
+
+
+class Backup(NamedTuple):
+    """Second computation of a batch, because its worker takes unusually long."""
+
+    worker: int
+    """Worker that takes unusually long."""
+    other: int
+    """Worker of the second computation."""
+    after: float
+    """Seconds for which the first worker had no result when the second computation was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +267,17 @@ class Consumer:
     ahead_cursor: int = 0
     ahead_stop: int = 0
     """End of the prefetch window [ahead_start, ahead_stop), whose batches before `ahead_cursor` are already started."""
+    looks_ahead: bool = False
+    """True if the client requests the batches of the epoch in order, all from this server."""
+    scanned: int = 0
+    """Number of the batch until which the epoch was searched for slow samples. Numbers from the end of the epoch are
+    those of the next epoch."""
+    early: list[tuple[int, SlowBatch]] = field(default_factory=list)
+    """Batches with slow samples that may not be started yet, by number as in `scanned`, in ascending order."""
+    started_early: list[int] = field(default_factory=list)
+    """Batches of `early` that were started and may not be sent yet."""
+    next_lookahead: Lookahead | None = None
+    """Search in the next epoch; None before it is searched."""
 
     @property
     def reads_too_little(self) -> bool:
@@ -324,6 +361,10 @@ class EpochState:
     """Skipped and replaced samples, by batch number, so that a batch that is computed again has the same ones."""
     substitutions: int = 0
     """Total number of samples in `substituted`."""
+    lookahead: Lookahead | None = None
+    """Search for batches with slow samples; None before the first one is known."""
+    kept: dict[int, Consumer] = field(default_factory=dict)
+    """Batches that were started before the epoch, with the consumer of the previous epoch for which they are kept."""
 
     def frame(self, k: int) -> ReadyFrame | None:
         """Return the frame of batch k if it is ready, else None."""
@@ -332,11 +373,12 @@ class EpochState:
 
     def distance(self, k: int) -> int | None:
         """Return the minimum of `Consumer.distance` over all consumers, or None if no consumer wants batch k."""
-        return min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
+        found = min((d for consumer in self.consumers if (d := consumer.distance(k)) is not None), default=None)
+        return MAX_EPOCH if found is None and k in self.kept else found
 
     def wants(self, k: int) -> bool:
         """Return True if at least one consumer wants batch k."""
-        for consumer in self.consumers:  # noqa: SIM110 - a generator takes longer than one item
+        for consumer in self.consumers:
             if consumer.wants(k):
                 return True
-        return False
+        return k in self.kept

@@ -18,6 +18,7 @@ from teleloader_server.dispatch.lending import Lender
 from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
 from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.dispatch.sessions import Engines
+from teleloader_server.dispatch.stragglers import SlowTables
 from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits, Limits
 from teleloader_server.loading.environment import environment
 from teleloader_server.loading.index_lists import Rules
@@ -91,6 +92,7 @@ class LoaderService:
         self.lender: Final = Lender(client_limits)
         """Loans of shared memory to clients on this machine."""
         self._plan = lru_cache(maxsize=256)(Plan)
+        self._slow_tables = SlowTables()
 
     # -- life
 
@@ -239,7 +241,8 @@ class LoaderService:
             engine = await self.engines.of(key, spec, info, quota)
             if key not in self._loaders:  # not registered concurrently
                 length = 0 if info.kind == "iterable" else info.length or 0
-                loader = Loader(key, spec, length, batches, self._host.index_kind(spec.dataset))
+                kind, slow = self._host.index_kind(spec.dataset), self._slow_tables.of(spec)
+                loader = Loader(key, spec, length, batches, kind, slow=slow)
                 quota.loaders.add(key)
                 held.callback(quota.loaders.remove, key)
                 self._loaders[key] = _Known(loader, engine, info.length, quota, held.pop_all())

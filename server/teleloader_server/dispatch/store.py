@@ -70,8 +70,12 @@ class Store:
 
     def add(self, batch_id: BatchId, consumer: Consumer, estimate: int) -> Batch:
         """Add a batch at the start of its computation; `estimate` is the expected size in bytes."""
-        batch = Batch(batch_id, 0, consumer, 0.0)
-        consumer.state.batches[batch_id.batch] = batch
+        state, is_next = consumer.state, batch_id.epoch != consumer.epoch[1]
+        if is_next:  # the batch must not be evicted before the epoch starts
+            state = self.state((batch_id.loader, batch_id.epoch))
+            state.kept[batch_id.batch] = consumer
+        batch = Batch(batch_id, 0, consumer, 0.0, state)
+        state.batches[batch_id.batch] = batch
         self._count += 1
         self._resize(batch, estimate)
         return batch
@@ -79,7 +83,7 @@ class Store:
     def finished(self, batch_id: BatchId, frame: ReadyFrame) -> Batch:
         """Set the frame of a computed batch, and wake the requests waiting for the batch."""
         batch = self.batch(batch_id)
-        state = batch.consumer.state
+        state = batch.state
         self._resize(batch, len(frame.raw))
         batch.frame = frame
         for wake in state.waiters.pop(batch_id.batch, ()):
@@ -98,8 +102,9 @@ class Store:
 
     def remove(self, batch: Batch) -> None:
         """Remove a batch; it will be recomputed if a consumer wants it."""
-        k, epoch, state = batch.batch_id.batch, batch.consumer.epoch, batch.consumer.state
+        k, epoch, state = batch.batch_id.batch, batch.batch_id[:2], batch.state
         del state.batches[k]
+        state.kept.pop(k, None)
         batch.frame = None  # releases the memory now, even if callers still refer to the batch
         self._resize(batch, 0)
         self._count -= 1
@@ -148,10 +153,18 @@ class Store:
         """Return the state of an epoch, creating it if necessary."""
         return self._epochs.setdefault(epoch, EpochState())
 
+    def known_state(self, epoch: Epoch) -> EpochState | None:
+        """Return the state of an epoch, or None if it has neither batches nor consumers."""
+        return self._epochs.get(epoch)
+
     def join(self, consumer: Consumer) -> None:
         """Add a consumer, and unmark unwanted batches that the consumer wants."""
-        consumer.state.consumers.append(consumer)
-        self.unmark_unwanted(consumer.state, consumer.state.batches)
+        state = consumer.state
+        state.consumers.append(consumer)
+        self.unmark_unwanted(state, state.batches)
+        if state.kept:
+            kept, state.kept = state.kept, {}
+            self.mark_unwanted(state, kept)
 
     def leave(self, consumers: list[Consumer]) -> None:
         """Remove consumers, and mark batches that no other consumer wants as unwanted."""
@@ -160,10 +173,15 @@ class Store:
             self.reopened.pop(consumer, None)
             consumer.state.consumers.remove(consumer)
         # once for all of them: hundreds may be removed together, and this examines every batch
-        for epoch in {consumer.epoch for consumer in consumers}:
-            state = self._epochs[epoch]
+        for loader, number in {consumer.epoch for consumer in consumers}:
+            state, following = self._epochs[loader, number], self._epochs.get((loader, number + 1))
             self.mark_unwanted(state, state.batches)
-            self._drop_empty(epoch)
+            if following is not None and following.kept:
+                unkept = [k for k, consumer in following.kept.items() if consumer in consumers]
+                for k in unkept:
+                    del following.kept[k]
+                self.mark_unwanted(following, unkept)
+            self._drop_empty((loader, number))
 
     def move(self, consumer: Consumer, position: int) -> None:
         """Set the position of a consumer, and update the unwanted marks of batches."""

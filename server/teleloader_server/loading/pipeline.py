@@ -86,8 +86,9 @@ class Loading:
             self.context.sample[0] = NO_SAMPLE
             batch.count_time()
             return nbytes, Report(batch.count, True, batch.seconds, cache=take_counts())
-        slowest = self.context.slowest
-        return len(batch.frame), Report(batch.count, False, batch.seconds, batch.substituted, slowest, take_counts())
+        slowest, slow = self.context.slowest, self.context.slow
+        report = Report(batch.count, False, batch.seconds, batch.substituted, slowest, slow, take_counts())
+        return len(batch.frame), report
 
     def hosted(self, spec: LoaderSpec) -> HostedDataset:
         """Return the dataset of a loader; for a mixture of hosted datasets, their combination."""

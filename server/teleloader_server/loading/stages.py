@@ -23,7 +23,7 @@ from teleloader_server.loading.generators import Generators
 from teleloader_server.loading.passes import Pass, Passes
 from teleloader_server.loading.random_state import seed_all
 from teleloader_server.loading.substitutes import Substitutes
-from teleloader_server.loading.tasks import Indices, Task, collate, frame_writer, integer_of
+from teleloader_server.loading.tasks import MAX_SLOW, SLOW_FROM, Indices, Task, collate, frame_writer, integer_of
 from teleloader_server.loading.worker_info import was_read
 from teleloader_shared.codec import End, Substituted
 from teleloader_shared.orders.plan import Plan
@@ -60,6 +60,8 @@ class Context:
     server reads it if the worker exits."""
     slowest: int | None = None
     """Index of the sample of the last batch whose fetch took longest; None if it is unknown."""
+    slow: Sequence[tuple[int, float]] = ()
+    """Slow samples of the last batch (`Report.slow`)."""
     torch_is_seeded: bool = False
     """True if a worker-init function has seeded torch: batches then do not seed it, as in torch's workers."""
 
@@ -155,7 +157,7 @@ class Fetch(Stage):
     def run(self, batch: Batch) -> None:
         """Fetch the samples of a batch; compute the indices if the caller has not set them."""
         task, hosted = batch.task, batch.hosted
-        self._context.slowest = None
+        self._context.slowest, self._context.slow = None, ()
         if hosted.info.kind == "iterable":
             batch.pass_ = found = self._context.passes.of(hosted, task)
             batch.samples = found.fetch(task)
@@ -289,9 +291,9 @@ class Fetch(Stage):
         if not seeds_each:
             self._seed_batch(hosted, task)
         is_timed = self._is_slow.get(hosted.info.fingerprint, True)
-        slowest, longest = None, 0.0
         samples: list[Any] = []
-        began = since = time.perf_counter()
+        began = time.perf_counter()
+        times = [began]
         # without a function call per sample, which would take longer than some datasets
         for position, index, number in zip(positions, numbers, known, strict=True):
             sample[0] = NO_SAMPLE if number is None else number
@@ -308,14 +310,20 @@ class Fetch(Stage):
                     raise
                 samples += found
             if is_timed:
-                now = time.perf_counter()
-                if now - since > longest:
-                    slowest, longest = number, now - since
-                since = now
+                times.append(time.perf_counter())
         sample[0] = NO_SAMPLE
-        self._context.slowest = slowest
+        if is_timed:
+            self._report_times(known, times)
         self._is_slow[hosted.info.fingerprint] = time.perf_counter() - began > TIMED_FROM * len(samples)
         return samples
+
+    def _report_times(self, indices: Sequence[int | None], times: Sequence[float]) -> None:
+        """Report which samples took longest, given the time before the first and after each sample."""
+        seconds = np.diff(times)
+        longest = np.argsort(seconds)[: -1 - MAX_SLOW : -1].tolist()
+        self._context.slowest = indices[longest[0]] if longest else None
+        found = ((indices[place], float(seconds[place])) for place in longest)
+        self._context.slow = [(i, took) for i, took in found if i is not None and took > SLOW_FROM]
 
     def _fetch_again(
         self,

@@ -20,6 +20,11 @@ GROUP_BYTES: Final = 2**20
 GROUP_SECONDS: Final = 0.005
 """Computing time in seconds after which a group ends, because its first batch waits for the last one."""
 
+SLOW_FROM: Final = 0.05
+"""Time in seconds to fetch a sample above which the worker reports the sample as slow."""
+MAX_SLOW: Final = 8
+"""Maximum number of samples of a batch that are reported as slow: the slowest ones."""
+
 MAX_MAIN_SLOTS: Final = 2**14
 """Maximum size of a mixture's tables, in samples, for which the server computes indices outside of workers: preparing
 the tables takes about 1 µs per sample, during which the event loop handles no requests."""
@@ -68,6 +73,8 @@ class Report(NamedTuple):
     """Skipped and replaced samples; None if there are none."""
     slowest: int | None = None
     """Index of the sample whose fetch took longest; None if it is unknown."""
+    slow: Sequence[tuple[int, float]] = ()
+    """Index and time in seconds of each slow sample, slowest first; see `SLOW_FROM` and `MAX_SLOW`."""
     cache: CacheCounts = CacheCounts()
 
 
@@ -86,15 +93,18 @@ class GroupReport(NamedTuple):
     """Skipped and replaced samples of each batch that has any, with the place of the batch in the group."""
     slowest: Sequence[int | None] = ()
     """Index of the slowest sample of each batch (`Report.slowest`)."""
+    slow: Sequence[tuple[int, Sequence[tuple[int, float]]]] = ()
+    """Slow samples of each batch that has any (`Report.slow`), with the place of the batch in the group."""
     cache: CacheCounts = CacheCounts()
 
     @classmethod
     def of(cls, reports: Sequence[Report], cpu_wait: float) -> GroupReport:
         """Combine the reports on successive batches."""
-        samples, failed, stages, substituted, slowest, cache = zip(*reports, strict=True)
+        samples, failed, stages, substituted, slowest, slow, cache = zip(*reports, strict=True)
         found = [(place, each) for place, each in enumerate(substituted) if each is not None]
+        late = [(place, each) for place, each in enumerate(slow) if each]
         times = list(zip(*stages, strict=True))
-        return cls(samples, failed[-1], times, cpu_wait, found, slowest, CacheCounts.sum(cache))
+        return cls(samples, failed[-1], times, cpu_wait, found, slowest, late, CacheCounts.sum(cache))
 
     def without(self, places: Container[int]) -> GroupReport:
         """Return the report without the batches at the given places."""
@@ -104,7 +114,9 @@ class GroupReport(NamedTuple):
         substituted = [(kept.index(place), each) for place, each in self.substituted if place in kept]
         samples = [self.samples[place] for place in kept]
         slowest = [self.slowest[place] for place in kept]
-        return GroupReport(samples, self.failed and is_last, stages, self.cpu_wait, substituted, slowest, self.cache)
+        slow = [(kept.index(place), each) for place, each in self.slow if place in kept]
+        failed = self.failed and is_last
+        return GroupReport(samples, failed, stages, self.cpu_wait, substituted, slowest, slow, self.cache)
 
 
 def integer_of(index: Any) -> int | None:

@@ -245,6 +245,9 @@ class StatsCollector:
             cache_hits=tally.cache_hits,
             cache_misses=tally.cache_misses,
             cache_saved=tally.cache_saved,
+            samples_slow=tally.slow_samples,
+            batches_early=tally.early,
+            batches_backed_up=tally.backups,
         )
 
     @staticmethod

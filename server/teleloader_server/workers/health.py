@@ -128,6 +128,8 @@ class WorkerHealth:
     last_progress: float
     """Time of the process start or of the last progress, from which timeouts are measured."""
     ready: bool = False
+    progressed_at: float = field(init=False)
+    """Time of the last progress, or of the start; unlike `last_progress`, `excuse` does not change it."""
     tasks: dict[int, Task] = field(default_factory=dict)
     """Submitted tasks that are not completed, by task ID in the order of submission."""
     room: int = sys.maxsize
@@ -141,6 +143,10 @@ class WorkerHealth:
     """True while the worker's stacks are being read."""
     stop_timer: StopTimer = field(default_factory=StopTimer)
 
+    def __post_init__(self) -> None:
+        """Set the time of the last progress."""
+        self.progressed_at = self.last_progress
+
     @property
     def has_work(self) -> bool:
         """True while the worker is expected to make progress."""
@@ -148,7 +154,7 @@ class WorkerHealth:
 
     def progress(self, now: float) -> None:
         """Record progress: the worker started, completed a task, or was idle when a task was submitted."""
-        self.last_progress = now
+        self.last_progress = self.progressed_at = now
         self.stop_timer.reset()
 
     def excuse(self, seconds: float, now: float) -> None:

@@ -20,6 +20,7 @@ from teleloader_server.workers.blocking import run_blocking
 from teleloader_server.workers.health import Restarts, WorkerHealth
 from teleloader_server.workers.pool import Lease, PoolListener, WorkerState
 from teleloader_server.workers.procfs import CpuWait
+from teleloader_shared.codec import BatchId
 from teleloader_shared.messages import DatasetInfo
 
 EXIT_GRACE_S: Final = 2.0
@@ -72,6 +73,9 @@ class InProcessPool:
 
     def take(self, worker: int, reason: str) -> None:
         """Do nothing, because a thread cannot be killed."""
+
+    def withdraw(self, worker: int, batch_id: BatchId) -> None:
+        """Do nothing, because a single thread computes no batch twice."""
 
     def forget(self, loader: str) -> None:
         """Release the state of a loader in the pool's thread, after the queued tasks."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.loading.tasks import GroupReport, Task
 from teleloader_server.workers.health import Restarts, WorkerExit, WorkerHealth
+from teleloader_shared.codec import BatchId
 from teleloader_shared.messages import DatasetInfo
 
 Lease = NDArray[np.uint8]
@@ -104,6 +105,13 @@ class Pool(Protocol):
         Args:
             worker: Worker ID.
             reason: Reason for the log, to complete the message "worker 0 (pid 123) was killed: ".
+        """
+
+    def withdraw(self, worker: int, batch_id: BatchId) -> None:
+        """Discard the pending result of a worker's current batch, which another worker has computed.
+
+        The worker gets no tasks until it has completed the batch, or was killed as any worker that is overdue. Its
+        other tasks are reassigned with `PoolListener.worker_stalled`.
         """
 
     def workers(self) -> list[WorkerState]:

@@ -39,6 +39,7 @@ from teleloader_server.workers.messages import decode, encode
 from teleloader_server.workers.pool import PoolListener, WorkerState
 from teleloader_server.workers.procfs import is_stopped, oom_kills, resident_bytes, shortage
 from teleloader_server.workers.supervisor import Supervisor
+from teleloader_shared.codec import BatchId
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
@@ -157,6 +158,18 @@ class ProcessPool:
         process = self._places[worker].process
         if process.pid is not None and process.health.ready:
             self._kill(process, WorkerExit(f"{process} was killed: {reason}", "nobody"))
+
+    def withdraw(self, worker: int, batch_id: BatchId) -> None:
+        """Discard the pending result of a worker's current batch, and reassign its other tasks."""
+        process = self._places[worker].process
+        tasks = list(process.health.tasks.values())
+        if all(task.batch_id != batch_id for task in tasks):
+            return
+        others = [task for task in tasks if task.batch_id != batch_id]
+        if others:
+            self._listener.worker_stalled(others)
+        process.revoke(tasks)
+        process.health.stalled = True
 
     def forget(self, loader: str) -> None:
         """Release the state of a loader in all workers; `submit` sends the loader again if necessary."""

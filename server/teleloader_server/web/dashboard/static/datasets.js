@@ -16,7 +16,10 @@ function totals(dataset) {
     `${count(dataset.batches_sent)} sent`,
     `${count(dataset.batches_failed)} failed`,
     `${count(dataset.batches_retried)} restarted`,
+    `${count(dataset.batches_early)} started early`,
+    `${count(dataset.batches_backed_up)} with a backup`,
     `${plural(dataset.samples_substituted, "sample")} skipped or replaced`,
+    `${count(dataset.samples_slow)} slow`,
     `${plural(dataset.samples_computed, "sample")} in total`,
   ];
   const cached = dataset.cache_hits + dataset.cache_misses;
