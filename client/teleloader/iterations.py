@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from teleloader.dataset import RemoteDataset
+from teleloader.fetch.channel import Announcement, Channel
 from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager
 from teleloader.fetch.fetcher import FetchOptions
+from teleloader.fetch.group import GroupReceiver, LeaderReceiver, MemberReceiver
 from teleloader.fetch.iteration import Iteration, LoaderIterator, Progress
 from teleloader.fetch.receiver import Receiver
 from teleloader.fetch.scheduler import RangeScheduler
@@ -59,6 +62,8 @@ class Start:
     """Batches to copy to the device before the training loop requests them."""
     before: Measures
     """Measurements of the loader's previous iteration."""
+    channel: Channel | None
+    """Broadcasts in the model-parallel group; None if this process fetches batches only for itself."""
 
     def open(self, dataset: RemoteDataset | DirectDataset) -> Iteration:
         """Create the iteration and start fetching batches.
@@ -67,8 +72,15 @@ class Start:
             ServerUnavailable: If no server responds.
             DatasetChanged: If the servers host data with another fingerprint than that of `spec`.
             ProtocolError: If the server reports another number of batches than the client computed.
+            TeleloaderError: If a rank of the model-parallel group exits, or its leader has another position or other
+                arguments.
         """
-        return self._open_here(dataset) if isinstance(dataset, DirectDataset) else self._open_remote(dataset)
+        if isinstance(dataset, DirectDataset):
+            return self._open_here(dataset)
+        if self.channel is None:
+            return self._staged(dataset, *self._fetch(dataset))
+        self.channel.open()
+        return self._lead(dataset, self.channel) if self.channel.is_leader else self._follow(dataset, self.channel)
 
     def _open_here(self, dataset: DirectDataset) -> Iteration:
         spec, epoch, placement = self.spec, self.position.epoch, self.placement
@@ -91,7 +103,64 @@ class Start:
         stager = None if placement.target is None else DirectStager(placement.target, measures)
         return self._iteration(dataset, spec, progress, receiver, stager, length)
 
-    def _open_remote(self, dataset: RemoteDataset) -> Iteration:
+    def _lead(self, dataset: RemoteDataset, channel: Channel) -> Iteration:
+        """Create the iteration of the leader of a model-parallel group."""
+        channel.close_current()
+        try:
+            spec, progress, length, source = self._fetch(dataset, keeps_bytes=True)
+        except BaseException as error:
+            channel.submit(partial(channel.end, error, started=False))  # a lambda would refer to a deleted name
+            raise
+        announced = Announcement(
+            source.key, self._identity(dataset), self.position.epoch, progress.batch, progress.keeps_dataset,
+            progress.continues_dataset,
+        )  # fmt: skip
+        channel.submit(lambda: channel.start(announced))
+        scheduler = self._group_scheduler(progress.batch, source.reorder_buffer.scheduler.stop)
+        receiver = LeaderReceiver(channel, source, scheduler, self.max_batch_bytes)
+        receiver.begin()
+        return self._staged(dataset, spec, progress, length, receiver)
+
+    def _follow(self, dataset: RemoteDataset, channel: Channel) -> Iteration:
+        """Create the iteration of another member of a model-parallel group."""
+        channel.close_current()
+        announced = channel.submit(channel.await_start).result()
+        length = dataset.info.length
+        progress, stop = self._progress(self.spec, length, keeps_dataset=announced.keeps_dataset)
+        progress.continues_dataset = announced.continues_dataset
+        announced.check(self._identity(dataset), self.position.epoch, progress.batch, channel.leader)
+        buffers = self.placement.buffers()
+        receiver = MemberReceiver(
+            channel, announced, self._group_scheduler(progress.batch, stop), Measures(self.position.epoch, buffers),
+            buffers, self.max_batch_bytes, url=dataset.url if dataset.is_here else None,
+        )  # fmt: skip
+        receiver.begin()
+        return self._staged(dataset, self.spec, progress, length, receiver)
+
+    def _group_scheduler(self, first: int, stop: int) -> RangeScheduler:
+        """Return the scheduler of the batches that a member of a model-parallel group receives."""
+        shards = self.spec.shards if self.order.has_shards else 0
+        return RangeScheduler(first, stop, self.prefetch_factor, shards, adaptive=self.order.adaptive, shards=shards)
+
+    def _identity(self, dataset: RemoteDataset) -> str:
+        """Return a digest of the arguments that must be equal in a model-parallel group."""
+        own: dict[str, Any] = {"session": None, "num_workers": 0}
+        if dataset.is_here:  # each rank hosts its own object
+            own |= {"fingerprint": None, "collate": None, "worker_init": None, "in_process": False}
+        return replace(self.spec, **own).key
+
+    def _fetch(
+        self, dataset: RemoteDataset, *, keeps_bytes: bool = False
+    ) -> tuple[LoaderSpec, Progress, int | None, Receiver]:
+        """Register the loader with a server, and start to fetch batches.
+
+        Args:
+            dataset: Dataset of the servers.
+            keeps_bytes: See `FetchOptions.keeps_bytes`.
+
+        Returns:
+            The spec, the initial progress, the number of samples in the dataset, and the receiver of the batches.
+        """
         order, epoch = self.order, self.position.epoch
         server, registered = dataset.register(self._spec_to_register, epoch)
         spec = replace(self.spec, fingerprint=registered.fingerprint)
@@ -129,12 +198,24 @@ class Start:
             reconnect_timeout=dataset.reconnect_timeout,
             environment=dataset.environment,
             trace=IterationTrace(registered.key, epoch) if tracing.is_on() else None,
+            keeps_bytes=keeps_bytes,
         )
         measures = Measures(epoch, buffers, self.before.report())
         receiver = Receiver(dataset, server, options, scheduler, measures, stays=self._stays)
+        return spec, progress, registered.length, receiver
+
+    def _staged(
+        self,
+        dataset: RemoteDataset,
+        spec: LoaderSpec,
+        progress: Progress,
+        length: int | None,
+        receiver: Receiver | GroupReceiver,
+    ) -> Iteration:
+        """Create an iteration that copies the received batches to the device, if there is one."""
         target = self.placement.target
         stager = None if target is None else Stager(receiver.reorder_buffer, target, self.device_ahead)
-        return self._iteration(dataset, spec, progress, receiver, stager, registered.length)
+        return self._iteration(dataset, spec, progress, receiver, stager, length)
 
     @property
     def _spec_to_register(self) -> LoaderSpec:
@@ -172,7 +253,7 @@ class Start:
         dataset: RemoteDataset | DirectDataset,
         spec: LoaderSpec,
         progress: Progress,
-        receiver: Receiver | DirectReceiver,
+        receiver: Receiver | GroupReceiver | DirectReceiver,
         stager: Stager | DirectStager | None,
         length: int | None,
     ) -> Iteration:
