@@ -250,13 +250,12 @@ class Channel:
         try:
             self._group.broadcast([torch.from_numpy(values)], options).wait()
         except RuntimeError as error:
-            self.abandon(
-                TeleloaderError(
-                    f"lost the connection to a rank that receives the same batches, one of {self._others}: "
-                    f"{_reason(error)}. It exited, or an error ended its iteration; see its output"
-                )
+            lost = TeleloaderError(
+                f"lost the connection to a rank that receives the same batches, one of {self._others}: "
+                f"{_reason(error)}. It exited, or an error ended its iteration; see its output"
             )
-            raise self._error from None
+            self.abandon(lost)
+            raise lost from None
 
     def abandon(self, error: BaseException) -> None:
         """Close the connections, so that no other rank waits for this one; later broadcasts raise `error`."""
