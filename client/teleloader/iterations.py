@@ -25,7 +25,7 @@ from teleloader.tensors.placement import Placement
 from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import tracing
-from teleloader_shared.errors import ProtocolError
+from teleloader_shared.errors import ProtocolError, StateMismatch
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
@@ -128,7 +128,11 @@ class Start:
         length = dataset.info.length
         progress, stop = self._progress(self.spec, length, keeps_dataset=announced.keeps_dataset)
         progress.continues_dataset = announced.continues_dataset
-        announced.check(self._identity(dataset), self.position.epoch, progress.batch, channel.leader)
+        try:
+            announced.check(self._identity(dataset), self.position.epoch, progress.batch, channel.leader)
+        except StateMismatch:
+            channel.submit(channel.discard)  # the other ranks must not wait for this one
+            raise
         buffers = self.placement.buffers()
         receiver = MemberReceiver(
             channel, announced, self._group_scheduler(progress.batch, stop), Measures(self.position.epoch, buffers),

@@ -143,6 +143,15 @@ def proceed(name: str, count: int | None = None) -> list[list[int]]:
     return [indices(batch) for batch in itertools.islice(loaders[f"{name} iterator"], count)]
 
 
+def alternate(*names: str) -> dict[str, list[list[int]]]:
+    """Advance loaders in turn, until one of them ends; return the indices of each one's batches."""
+    found: dict[str, list[list[int]]] = {name: [] for name in names}
+    for batches in zip(*(loaders[f"{name} iterator"] for name in names), strict=False):
+        for name, batch in zip(names, batches, strict=True):
+            found[name].append(indices(batch))
+    return found
+
+
 def proceed_until_timeout(name: str) -> int:
     """Return the number of batches before the one that does not arrive in time."""
     for count in itertools.count():

@@ -200,19 +200,16 @@ def test_a_second_iterator_closes_the_first(server: ServerProcess, ranks: Ranks,
 
 
 def test_two_loaders_of_the_same_ranks(server: ServerProcess, ranks: Ranks, name: str) -> None:
-    """Batches of two loaders do not interleave, whichever loader each rank iterates first."""
-    for loader, dataset in ((name, "noisy"), (f"{name} of evaluation", "large")):
+    """Batches of two loaders do not interleave, whichever of them each rank advances first."""
+    other = f"{name} of evaluation"
+    for loader, dataset in ((name, "noisy"), (other, "large")):
         ranks.each(mesh_rank.create, loader, server.url, dataset, TWO_BY_TWO, batch_size=2)
         ranks.each(mesh_rank.begin, loader)
     for rank in range(4):
-        ranks.start(rank, mesh_rank.proceed, name if rank % 2 else f"{name} of evaluation")
-    first = [ranks.result(rank) for rank in range(4)]
-    for rank in range(4):
-        ranks.start(rank, mesh_rank.proceed, f"{name} of evaluation" if rank % 2 else name)
-    second = [ranks.result(rank) for rank in range(4)]
-    assert first[1] == second[0]
-    assert second[1] == first[0]
-    assert sorted(index for batch in first[1] + first[3] for index in batch) == list(range(LENGTH))
+        ranks.start(rank, mesh_rank.alternate, *((name, other) if rank % 2 else (other, name)))
+    found = [ranks.result(rank) for rank in range(4)]
+    grouped(found, [[0, 1], [2, 3]])
+    assert sorted(index for each in (0, 2) for batch in found[each][other] for index in batch) == list(range(40))
 
 
 def test_the_number_of_prefetched_batches_is_limited(server: ServerProcess, ranks: Ranks, name: str) -> None:
@@ -274,9 +271,8 @@ def test_ranks_at_different_positions(server: ServerProcess, ranks: Ranks, name:
 def test_ranks_with_different_arguments(server: ServerProcess, ranks: Ranks, name: str) -> None:
     """A rank whose arguments differ from the leader's raises an exception."""
     for rank in range(4):
-        ranks.start(rank, mesh_rank.create, name, server.url, "noisy", ONE_GROUP, batch_size=4, seed=rank == 1)
-    for rank in range(4):
-        ranks.result(rank)
+        ranks.start(rank, mesh_rank.create, name, server.url, "noisy", ONE_GROUP, batch_size=4, seed=int(rank == 1))
+    assert [ranks.result(rank) for rank in range(4)] == [None] * 4
     found = ranks.outcomes(mesh_rank.epoch, name)
     assert found[1].type == "StateMismatch"
     assert "the loader of this rank has another dataset, other arguments" in found[1].text

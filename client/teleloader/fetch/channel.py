@@ -211,7 +211,18 @@ class Channel:
                 return Announcement(*json.loads(self.text(header)))
             if header.kind is Kind.FAILED:
                 raise self.error(header) or TeleloaderError(f"rank {self.leader} could not start the iteration")
-            self.fill(np.empty(header.nbytes, np.uint8))  # of an iteration that this rank could not start
+            self._discard(header)
+
+    def discard(self) -> None:
+        """Receive and discard the messages of an iteration that this rank cannot start."""
+        kind = None
+        while kind is not Kind.END:
+            header = self.receive()
+            self._discard(header)
+            kind = header.kind
+
+    def _discard(self, header: Header) -> None:
+        self.fill(np.empty(header.nbytes, np.uint8))
 
     def receive(self) -> Header:
         """Receive the header of a message; `fill` or `text` must receive its content."""
