@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.processes import running
+from benchmarks.processes import free_port, running
 
 RANKS: Final = 4
 LINK_RATE: Final = 125e6
@@ -65,7 +65,7 @@ class Workload(NamedTuple):
     dataset: str
     batch_size: int
     batches: int
-    """Batches per second of a measurement, approximately."""
+    """Number of measured batches."""
 
 
 WORKLOADS: Final = (Workload("images", 128, 200), Workload("tokens", 16, 400))
@@ -96,10 +96,8 @@ class Relay:
         self._thread.join()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        to_server, from_server = (await asyncio.open_connection(self._target.hostname, self._target.port))[::-1]
-        await asyncio.gather(
-            self._copy(reader, to_server, limited=False), self._copy(from_server, writer, limited=True)
-        )
+        responses, requests = await asyncio.open_connection(self._target.hostname, self._target.port)
+        await asyncio.gather(self._copy(reader, requests, limited=False), self._copy(responses, writer, limited=True))
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, limited: bool) -> None:
         try:
@@ -140,7 +138,7 @@ def rank_main(
     from teleloader.transport import http
 
     if limited:
-        http.open_channel = lambda _offer: None  # type: ignore[attr-defined, unused-ignore] # as on another machine
+        vars(http)["open_channel"] = lambda _offer: None  # no shared memory, as on another machine
     store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
@@ -163,8 +161,6 @@ def rank_main(
 
 def measure(server_url: str, workload: Workload, *, broadcasts: bool, limited: bool) -> tuple[float, float | None]:
     """Return batches/s, and bytes over the link per batch of the group (None without a link)."""
-    from benchmarks.processes import free_port
-
     context = get_context("spawn")
     results: Queue[float] = context.Queue()
     with link(server_url, limited=limited) as (url, relay):

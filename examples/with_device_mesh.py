@@ -2,9 +2,9 @@
 
     python examples/with_device_mesh.py
 
-The script starts its own server. Both tensor-parallel ranks of a data-parallel rank compute parts of the same layers, so
-they need the same batches: one of them fetches each batch, and the loader broadcasts it to the other. In training code
-with torch's DataLoader, this takes a sampler with the data-parallel rank, and a broadcast in each step.
+The script starts its own server. Both tensor-parallel ranks of a data-parallel rank compute parts of the same layers,
+so they need the same batches: one of them fetches each batch, and the loader broadcasts it to the other. With torch's
+DataLoader, training code needs a sampler with the data-parallel rank, and a broadcast in each step.
 """
 
 import gc
@@ -49,7 +49,7 @@ def train(url: str, mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
     model = parallelize_module(network, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03, foreach=False)
     for epoch in range(EPOCHS):
         seen, loss = [], torch.zeros(())
         for indices, points, heights in loader:

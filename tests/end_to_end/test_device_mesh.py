@@ -111,7 +111,7 @@ def test_only_leaders_request_batches(start_server: StartServer, ranks: Ranks, n
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop", "uneven"])
-def test_the_division_of_the_last_samples(server: ServerProcess, ranks: Ranks, name: str, tail: str) -> None:
+def test_the_division_of_the_last_samples(server: ServerProcess, ranks: Ranks, name: str, tail: Any) -> None:
     """All ranks of a group get the batches that the data rank gets without a group."""
     ranks.each(mesh_rank.create, name, server.url, "odd", ((2, 2), ("dp", "tp")), batch_size=7, tail=tail, seed=3)
     found = grouped(ranks.each(mesh_rank.epoch, name), [[0, 1], [2, 3]])
