@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -199,6 +200,20 @@ def facts(name: str) -> dict[str, Any]:
 def objects(mesh: MeshShape) -> list[str]:
     """Iterate over a dataset object of each rank."""
     return [digest(batch) for batch in DataLoader(Noisy(), 8, num_workers=1, mesh=device_mesh(mesh))]
+
+
+def on_device(url: str, mesh: MeshShape) -> list[tuple[int, ...]]:
+    """Return the bytes of each batch as a kernel of the simulated accelerator reads them."""
+    from tests.gpu import simulated
+
+    with pytest.MonkeyPatch.context() as patch, simulated.machine(patch) as machine:
+        loader = DataLoader(RemoteDataset(url, "large"), mesh=device_mesh(mesh), device=simulated.NAME)
+        snapshots = []
+        for batch in loader:
+            assert hasattr(batch, "simulated_device")
+            snapshots.append(machine.snapshot(batch))
+        machine.finish()
+        return [tuple(np.unique(snapshot)) for snapshot in snapshots]
 
 
 def numpy_arrays(url: str, mesh: MeshShape) -> list[Any]:

@@ -14,6 +14,7 @@ from tests.conftest import ServerProcess, StartServer
 from tests.end_to_end import mesh_rank
 from tests.end_to_end.mesh_rank import LENGTH
 from tests.end_to_end.ranks import Raised, Ranks
+from tests.examples.running import RANKS, run_example
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -286,6 +287,13 @@ def test_numpy_arrays(server: ServerProcess, ranks: Ranks) -> None:
     assert len({content for _, content in found}) == 1
 
 
+def test_an_accelerator(server: ServerProcess, ranks: Ranks) -> None:
+    """Each rank copies the batches to its own device."""
+    (found,) = grouped(ranks.each(mesh_rank.on_device, server.url, ONE_GROUP), [[0, 1, 2, 3]])
+    assert len(found) == 40
+    assert len(set(found)) == 40
+
+
 def test_a_dataset_object_of_each_rank(ranks: Ranks) -> None:
     """The leader's worker loads the object of the leader for all ranks of its group."""
     found = grouped(ranks.each(mesh_rank.objects, TWO_BY_TWO), [[0, 1], [2, 3]])
@@ -322,6 +330,14 @@ def test_a_server_that_does_not_return(start_server: StartServer, ranks: Ranks, 
         assert raised.type == "ServerUnavailable"
     (raised,) = grouped(ranks.outcomes(mesh_rank.epoch, name), [[0, 1, 2, 3]])
     assert raised.type == "ServerUnavailable"
+
+
+@pytest.mark.parametrize("way", ["finished", "early", "open"])
+def test_ranks_that_exit(server: ServerProcess, way: str) -> None:
+    """Without ``destroy_process_group``, ranks exit without errors: after an epoch, in the middle of one or at once."""
+    program = [*RANKS, "tests/end_to_end/mesh_exit.py", server.url, way]
+    printed = run_example(*program)
+    assert sorted(printed.split()) == ["0", "1"]
 
 
 @pytest.mark.parametrize("killed", [0, 3], ids=["leader", "member"])

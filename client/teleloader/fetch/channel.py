@@ -8,6 +8,7 @@ all messages of an iteration, even if they have closed it.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import weakref
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from teleloader.errors import error_of
 from teleloader.mesh import MeshPosition
 from teleloader_shared.errors import StateMismatch, TeleloaderError
+from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.text import sentence
 
 _Result = TypeVar("_Result")
@@ -35,6 +37,10 @@ _UNLIMITED: Final = timedelta(days=365)
 process exits, its connections break, and the broadcast fails immediately."""
 _CONNECT_TIMEOUT: Final = timedelta(minutes=30)
 """Maximum wait for the other ranks to create the process group; torch's default."""
+EXIT_TIMEOUT: Final = 5.0
+"""Maximum wait for the end of a broadcast when the interpreter exits, in seconds."""
+_open: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()
+"""Channels with connections in this process."""
 _numbers: Final[dict[tuple[int, ...], Iterator[int]]] = defaultdict(itertools.count)
 """Numbers of the process groups that were created for the same ranks; part of their names."""
 
@@ -152,8 +158,10 @@ class Channel:
                 f"cannot connect to the ranks {self._others} that receive the same batches: {_reason(error)}. Call "
                 "iter(loader) on all of them"
             ) from None
-        Thread(target=_work, args=(self._jobs,), name="teleloader-channel", daemon=True).start()
+        self._thread = Thread(target=_work, args=(self._jobs,), name="teleloader-channel", daemon=True)
+        self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
+        _open.add(self)
 
     def submit(self, job: Callable[[], _Result]) -> Future[_Result]:
         """Call `job` in the channel's thread, after the earlier jobs."""
@@ -167,6 +175,13 @@ class Channel:
 
         self._jobs.put(run)
         return future
+
+    def close(self) -> None:
+        """Close the connections when the interpreter exits; gloo's threads would otherwise abort the process."""
+        self._jobs.put(None)
+        self._thread.join(EXIT_TIMEOUT)
+        if not self._thread.is_alive():
+            self._group = None
 
     def close_current(self) -> None:
         """Close the last iteration, whose remaining messages precede those of the next one."""
@@ -277,6 +292,27 @@ class Channel:
     def _others(self) -> str:
         own = self.position.members[self.position.place]
         return str([rank for rank in self.position.members if rank != own])
+
+
+def _leave() -> None:
+    for channel in list(_open):
+        channel.close()
+
+
+_of_parent: Final[list[Channel]] = []
+"""The parent's channels, in a forked child. Never freed, because gloo would wait for threads that a fork has not."""
+
+
+def _leave_to_parent() -> None:
+    _of_parent.extend(_open)
+    _open.clear()
+
+
+after_fork_in_child(_leave_to_parent)
+
+# Exit handlers run in reverse order of registration: that of `teleloader.fetch.iteration`, which ends all iterations,
+# must run before this one, and is registered after it.
+atexit.register(_leave)
 
 
 def _work(jobs: SimpleQueue[Callable[[], object] | None]) -> None:

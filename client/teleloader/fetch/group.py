@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader.fetch.channel import Announcement, Channel, Kind
+from teleloader.fetch.channel import EXIT_TIMEOUT, Announcement, Channel, Kind
 from teleloader.fetch.receiver import MEMORY_LIMIT_FACTOR, Receiver
 from teleloader.fetch.reorder import ReorderBuffer
 from teleloader.fetch.scheduler import RangeScheduler
@@ -30,9 +30,6 @@ from teleloader_shared.codec import BatchId, Frame
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.messages import READY_BYTES
 from teleloader_shared.ranges import BatchRanges
-
-EXIT_TIMEOUT: Final = 5.0
-"""Maximum wait for the end of a broadcast when the interpreter exits, in seconds."""
 
 
 class GroupReceiver(ABC):
