@@ -12,7 +12,7 @@ from teleloader import DataLoader, RemoteDataset
 url, way = sys.argv[1:]
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-loader = DataLoader(RemoteDataset(url, "large"), mesh=mesh)
+loader = DataLoader(RemoteDataset(url, "noisy"), mesh=mesh)
 for number, _ in enumerate(loader):
     if way != "finished" and number == 2:
         break
