@@ -68,7 +68,7 @@ class Workload(NamedTuple):
     """Number of measured batches."""
 
 
-WORKLOADS: Final = (Workload("images", 128, 200), Workload("tokens", 16, 400))
+WORKLOADS: Final = (Workload("images", 128, 100), Workload("tokens", 16, 600))
 
 
 class Relay:
