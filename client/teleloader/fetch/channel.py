@@ -300,7 +300,7 @@ def _leave() -> None:
 
 
 _of_parent: Final[list[Channel]] = []
-"""The parent's channels, in a forked child. Never freed, because gloo would wait for threads that a fork has not."""
+"""The parent's channels, in a forked child. Never freed, because gloo would wait for threads that do not run there."""
 
 
 def _leave_to_parent() -> None:
