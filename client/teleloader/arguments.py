@@ -140,6 +140,39 @@ def check_ranks(
         )
 
 
+def check_mesh(
+    mesh: object,
+    data_dims: object,
+    rank: int | None,
+    world_size: int | None,
+    *,
+    in_process: bool,
+    sampler: object,
+    generator: object,
+) -> None:
+    """Validate the arguments that exclude `mesh`, or require it.
+
+    Raises:
+        ValueError: If arguments exclude each other, or the calling thread loads the dataset.
+    """
+    if mesh is None:
+        if data_dims is not None:
+            raise ValueError(f"data_dims={data_dims!r} requires mesh=: it names dims of the mesh")
+        return
+    if rank is not None or world_size is not None:
+        raise ValueError("mesh option is mutually exclusive with rank and world_size: the mesh determines both")
+    if sampler is not None or generator is not None:
+        raise ValueError(
+            "mesh option is mutually exclusive with sampler, batch_sampler and generator: all ranks that receive the "
+            "same batches must compute the same order. Pass seed="
+        )
+    if in_process:
+        raise ValueError(
+            "mesh requires batches from a server, which one rank can broadcast: pass a RemoteDataset, or num_workers=1 "
+            "or more"
+        )
+
+
 def check_errors(on_error: str, max_errors: float, *, iterable: bool) -> None:
     """Validate the teleloader-specific arguments `on_error` and `max_errors`; the spec validates the others.
 

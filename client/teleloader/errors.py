@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+from contextlib import suppress
 
 from teleloader_shared import errors, local
 from teleloader_shared.codec import BatchId, Failure
@@ -72,6 +73,24 @@ def known_error(name: str, text: str) -> TeleloaderError | None:
     if isinstance(kind, type) and issubclass(kind, TeleloaderError) and kind is not RemoteError:
         return kind(text)
     return None
+
+
+def error_of(name: str, text: str) -> Exception:
+    """Create the exception that another rank reports: a type of teleloader, a builtin type or a `RemoteError`.
+
+    Args:
+        name: Name of the type.
+        text: Message of the exception.
+    """
+    known = known_error(name, text)
+    if known is not None:
+        return known
+    kind = vars(builtins).get(name)
+    # a StopIteration would silently end the iteration
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration):
+        with suppress(Exception):  # the constructor takes other arguments
+            return kind(text)
+    return RemoteError(text, name)
 
 
 def _text(failure: Failure, batch_id: BatchId, server: str) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from teleloader.dataset import RemoteDataset
+from teleloader.fetch.channel import Announcement, Channel
 from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager
 from teleloader.fetch.fetcher import FetchOptions
+from teleloader.fetch.group import GroupReceiver, LeaderReceiver, MemberReceiver
 from teleloader.fetch.iteration import Iteration, LoaderIterator, Progress
 from teleloader.fetch.receiver import Receiver
 from teleloader.fetch.scheduler import RangeScheduler
@@ -23,7 +26,7 @@ from teleloader.transport.interface import BatchServer
 from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import tracing
-from teleloader_shared.errors import ProtocolError
+from teleloader_shared.errors import ProtocolError, StateMismatch
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
@@ -60,6 +63,8 @@ class Start:
     """Batches to copy to the device before the training loop requests them."""
     before: Measures
     """Measurements of the loader's previous iteration."""
+    channel: Channel | None
+    """Broadcasts in the model-parallel group; None if this process fetches batches only for itself."""
 
     def open(self, dataset: RemoteDataset | DirectDataset, ahead: NextEpoch | None = None) -> Iteration:
         """Create the iteration and start fetching batches.
@@ -72,15 +77,17 @@ class Start:
             ServerUnavailable: If no server responds.
             DatasetChanged: If the servers host data with another fingerprint than that of `spec`.
             ProtocolError: If the server reports another number of batches than the client computed.
+            TeleloaderError: If a rank of the model-parallel group exits, or its leader has another position or other
+                arguments.
         """
         if isinstance(dataset, DirectDataset):
             return self._open_here(dataset)
-        receiver = None if ahead is None else ahead.take(self, dataset)
-        if receiver is None:
-            return self._open_remote(dataset)
-        length = dataset.info.length
-        progress, _ = self._progress(self.spec, length, keeps_dataset=self.keeps_workers)
-        return self._received(dataset, self.spec, progress, receiver, length)
+        if self.channel is None:
+            return self._staged(dataset, *self._fetch(dataset, ahead))
+        self.channel.open()
+        if self.channel.is_leader:
+            return self._lead(dataset, self.channel, ahead)
+        return self._follow(dataset, self.channel)
 
     def prefetch(self, dataset: RemoteDataset, iterator: LoaderIterator) -> Receiver:
         """Return a receiver that prefetches batches in the background, before the training loop starts the epoch.
@@ -125,7 +132,73 @@ class Start:
         stager = None if placement.target is None else DirectStager(placement.target, measures)
         return self._iteration(dataset, spec, progress, receiver, stager, length)
 
-    def _open_remote(self, dataset: RemoteDataset) -> Iteration:
+    def _lead(self, dataset: RemoteDataset, channel: Channel, ahead: NextEpoch | None) -> Iteration:
+        """Create the iteration of the leader of a model-parallel group."""
+        channel.close_current()
+        try:
+            spec, progress, source, length = self._fetch(dataset, ahead)
+        except BaseException as error:
+            channel.submit(partial(channel.end, error, started=False))  # a lambda would refer to a deleted name
+            raise
+        announced = Announcement(
+            source.key, self._identity(dataset), self.position.epoch, progress.batch, progress.keeps_dataset,
+            progress.continues_dataset,
+        )  # fmt: skip
+        channel.submit(lambda: channel.start(announced))
+        scheduler = self._group_scheduler(progress.batch, source.reorder_buffer.scheduler.stop)
+        receiver = LeaderReceiver(channel, source, scheduler, self.max_batch_bytes)
+        receiver.begin()
+        return self._staged(dataset, spec, progress, receiver, length)
+
+    def _follow(self, dataset: RemoteDataset, channel: Channel) -> Iteration:
+        """Create the iteration of another member of a model-parallel group."""
+        channel.close_current()
+        announced = channel.submit(channel.await_start).result()
+        length = dataset.info.length
+        progress, stop = self._progress(self.spec, length, keeps_dataset=announced.keeps_dataset)
+        progress.continues_dataset = announced.continues_dataset
+        try:
+            announced.check(self._identity(dataset), self.position.epoch, progress.batch, channel.leader)
+        except StateMismatch:
+            channel.submit(channel.discard)  # the other ranks must not wait for this one
+            raise
+        buffers = self.placement.buffers()
+        receiver = MemberReceiver(
+            channel, announced, self._group_scheduler(progress.batch, stop), Measures(self.position.epoch, buffers),
+            buffers, self.max_batch_bytes, url=dataset.url if dataset.is_here else None,
+        )  # fmt: skip
+        receiver.begin()
+        return self._staged(dataset, self.spec, progress, receiver, length)
+
+    def _group_scheduler(self, first: int, stop: int) -> RangeScheduler:
+        """Return the scheduler of the batches that a member of a model-parallel group receives."""
+        shards = self.spec.shards if self.order.has_shards else 0
+        return RangeScheduler(first, stop, self.prefetch_factor, shards, adaptive=self.order.adaptive, shards=shards)
+
+    def _identity(self, dataset: RemoteDataset) -> str:
+        """Return a digest of the arguments that must be equal in a model-parallel group."""
+        own: dict[str, Any] = {"session": None, "num_workers": 0}
+        if dataset.is_here:  # each rank hosts its own object
+            own |= {"fingerprint": None, "collate": None, "worker_init": None, "in_process": False}
+        return replace(self.spec, **own).key
+
+    def _fetch(
+        self, dataset: RemoteDataset, ahead: NextEpoch | None
+    ) -> tuple[LoaderSpec, Progress, Receiver, int | None]:
+        """Return a receiver of batches from servers, and what it receives.
+
+        Args:
+            dataset: Dataset to load from.
+            ahead: Prefetched batches; they are used if they are those of this iteration.
+
+        Returns:
+            The spec, the initial progress, the receiver, and the number of samples in the dataset.
+        """
+        receiver = None if ahead is None else ahead.take(self, dataset)
+        if receiver is not None:
+            length = dataset.info.length
+            progress, _ = self._progress(self.spec, length, keeps_dataset=self.keeps_workers)
+            return self.spec, progress, receiver, length
         order, epoch = self.order, self.position.epoch
         server, registered = dataset.register(self._spec_to_register, epoch)
         spec = replace(self.spec, fingerprint=registered.fingerprint)
@@ -151,7 +224,7 @@ class Start:
             epoch=epoch,
         )
         receiver = self._receiver(dataset, server, spec, registered.key, scheduler, previous_states)
-        return self._received(dataset, spec, progress, receiver, registered.length)
+        return spec, progress, receiver, registered.length
 
     def _receiver(
         self,
@@ -175,13 +248,20 @@ class Start:
             reconnect_timeout=dataset.reconnect_timeout,
             environment=dataset.environment,
             trace=IterationTrace(key, epoch) if tracing.is_on() else None,
+            keeps_bytes=self.channel is not None,
         )
         measures = Measures(epoch, buffers, self.before, is_background=scheduler.is_background)
         return Receiver(dataset, server, options, scheduler, measures, stays=self._stays)
 
-    def _received(
-        self, dataset: RemoteDataset, spec: LoaderSpec, progress: Progress, receiver: Receiver, length: int | None
+    def _staged(
+        self,
+        dataset: RemoteDataset,
+        spec: LoaderSpec,
+        progress: Progress,
+        receiver: Receiver | GroupReceiver,
+        length: int | None,
     ) -> Iteration:
+        """Create an iteration that copies the received batches to the device, if there is one."""
         target = self.placement.target
         stager = None if target is None else Stager(receiver.reorder_buffer, target, self.device_ahead)
         return self._iteration(dataset, spec, progress, receiver, stager, length)
@@ -222,7 +302,7 @@ class Start:
         dataset: RemoteDataset | DirectDataset,
         spec: LoaderSpec,
         progress: Progress,
-        receiver: Receiver | DirectReceiver,
+        receiver: Receiver | GroupReceiver | DirectReceiver,
         stager: Stager | DirectStager | None,
         length: int | None,
     ) -> Iteration:

@@ -6,7 +6,7 @@ import itertools
 import operator
 import secrets
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, SupportsIndex
@@ -21,18 +21,21 @@ from teleloader.arguments import (
     check,
     check_errors,
     check_iteration,
+    check_mesh,
     check_mixture,
     check_ranks,
     warn_of_pinning,
     warn_of_too_many_workers,
 )
 from teleloader.construction import Construction
+from teleloader.fetch.channel import Channel
 from teleloader.fetch.direct import DirectDataset
 from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Progress
 from teleloader.frameworks import SkippedBatches, integrate_accelerate, is_lightnings_seeding
 from teleloader.functions import name_on_server
 from teleloader.hosting import find_dataset
 from teleloader.iterations import NextEpoch, Start
+from teleloader.mesh import locate_process
 from teleloader.mixture import Mixture
 from teleloader.orders import Order, Orders, distributed_rank
 from teleloader.sampling import (
@@ -61,6 +64,7 @@ DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
 _ORDERING: Final = (
     "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "seed", "rank", "world_size", "tail",
+    "mesh", "data_dims",
 )  # fmt: skip
 """Arguments that determine the order of the samples."""
 _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
@@ -136,6 +140,13 @@ class DataLoader(Generic[Batch]):
             default), torch.distributed provides both if it is initialised, for training and validation data alike;
             otherwise they are 0 and 1. Not permitted with a sampler, because a sampler divides the epoch itself.
         world_size: Number of processes that share the epoch.
+        mesh: A torch.distributed.device_mesh.DeviceMesh that contains this process. Its data-parallel dims determine
+            rank and world size. The ranks of the other dims (tensor, context and pipeline parallel) receive the same
+            batches, which one of them fetches from the server and broadcasts. The first ``iter()`` of the loader is a
+            collective call of these ranks. Excludes `rank`, `world_size`, samplers and `generator`; `seed` is then 0 by
+            default. None (the default) uses `rank` and `world_size`. See docs/device_mesh.md.
+        data_dims: Names of the dims of `mesh` whose ranks receive different batches. None (the default) recognizes
+            the usual names, such as ``"dp"``, ``"dp_replicate"``, ``"dp_shard"`` and ``"fsdp"``.
         tail: Division of a dataset whose length is not a multiple of `world_size`: ``"pad"`` (the default) repeats
             samples as torch's DistributedSampler does, ``"drop"`` omits the remainder, ``"uneven"`` gives some ranks
             one more sample.
@@ -217,6 +228,8 @@ class DataLoader(Generic[Batch]):
         on_error: OnError = "raise",
         error_retries: int = 2,
         max_errors: float = 0.01,
+        mesh: Any = None,
+        data_dims: Sequence[str] | None = None,
     ) -> None:
         self._construction = Construction(self, locals())
         self._remote = remote = find_dataset(dataset, num_workers)
@@ -230,6 +243,14 @@ class DataLoader(Generic[Batch]):
         )  # fmt: skip
         user_sampler = sampler if batch_sampler is None else batch_sampler
         check_ranks(seed, rank, world_size, sampler=user_sampler, generator=generator)
+        in_process = isinstance(remote, DirectDataset)
+        check_mesh(mesh, data_dims, rank, world_size, in_process=in_process, sampler=user_sampler, generator=generator)
+        self._channel: Channel | None = None
+        if mesh is not None:
+            position = locate_process(mesh, data_dims)
+            rank, world_size = position.rank, position.world_size
+            seed = seed or 0  # random seeds would differ between the ranks that receive the same batches
+            self._channel = Channel(position) if len(position.members) > 1 else None
         mixture = dataset.spec if isinstance(dataset, Mixture) else None
         if mixture is not None:
             check_mixture(seed, sampler=user_sampler)
@@ -487,6 +508,8 @@ class DataLoader(Generic[Batch]):
         """Return the object that prefetches an epoch, or None if the batches depend on when the epoch starts."""
         if not self.prefetch_next_epoch or not start.order.has_plan or start.spec.session is not None:
             return None
+        if start.channel is not None and not start.channel.is_leader:
+            return None
         return None if isinstance(self._remote, DirectDataset) else NextEpoch(start, self._remote)
 
     def _initial_position(self, order: Order, first_batch: int) -> Position:
@@ -520,6 +543,7 @@ class DataLoader(Generic[Batch]):
             device_ahead=self.device_ahead,
             max_errors=self.max_errors,
             before=self._measures,
+            channel=self._channel,
         )
 
     def _random_state(self, order: Order) -> RandomState:

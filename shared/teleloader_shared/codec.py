@@ -248,6 +248,8 @@ class Frame(NamedTuple):
     """Upper bound of the memory that the frame takes, in bytes: receive buffer, decompressed arrays and objects."""
     substituted: Substituted | None = None
     """Skipped and replaced samples; None if there are none."""
+    raw: NDArray[np.uint8] | None = None
+    """Encoded frame; None unless it is kept to be sent to another process."""
 
 
 class FrameWriter:
@@ -660,7 +662,7 @@ class _ReadLayout:
 
     def _run(self, memory: Memory, count: int, numbers: Iterator[int]) -> Iterator[Frame]:
         """Return the `count` frames that fill `memory`."""
-        (loader, epoch, _), _, padding, size, _, cost, _ = self.frame
+        (loader, epoch, _), _, padding, size, _, cost, *_ = self.frame
         columns = [
             memory.leaves(range(offset, offset + count * size, size), dtype_name, shape, kind)
             for offset, dtype_name, shape, kind in self.arrays

@@ -18,10 +18,13 @@ from threading import Event, Thread
 from typing import Any, Final
 
 import httpx
+import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader.api import control
+from teleloader.fetch.channel import Announcement
+from teleloader.mesh import locate
 from teleloader.tensors import devices, pinned
 from teleloader.tensors.placement import Placement
 from teleloader_server import serve
@@ -712,6 +715,17 @@ def _(server: ServerProcess) -> str:
     next(iter(loader))
     other = DataLoader(dataset, batch_size=48, seed=7, rank=0, world_size=2, output="numpy")
     return raised_by(lambda: other.load_state_dict(loader.state_dict()))
+
+
+@meets("Unknown dim of a device mesh")
+def _() -> str:
+    return raised_by(lambda: locate(np.arange(4).reshape(2, 2), ("dp", "ep"), (0, 0)))
+
+
+@meets("Ranks of a device mesh at different positions")
+def _() -> str:
+    announced = Announcement("key", "arguments", 2, 40, keeps_dataset=False, continues_dataset=False)
+    return raised_by(lambda: announced.check("arguments", 0, 0, leader=0))
 
 
 # -- the rules

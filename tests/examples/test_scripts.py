@@ -56,6 +56,14 @@ def test_two_ranks_see_each_sample_exactly_once(arguments: tuple[str, ...], free
     assert figure("error", printed) < 1e-3
 
 
+def test_tensor_parallel_ranks_get_the_same_batches(free_port: int) -> None:
+    """The tensor-parallel ranks of each data-parallel rank agree, and the data-parallel ranks divide each epoch."""
+    need("torch")
+    printed = run_example("examples/with_device_mesh.py", MASTER_PORT=str(free_port))
+    assert printed.count("tensor-parallel ranks agree: True, each sample once: True") == 4
+    assert figure("loss", printed) < 0.3
+
+
 def test_native_decoding_of_jpeg_files() -> None:
     """With simplejpeg and OpenCV, a dataset returns almost the same pixels as with Pillow."""
     need_framework("simplejpeg")

@@ -20,7 +20,7 @@ from teleloader.tensors.devices import Device
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.interface import BatchServer, Connection, SilentConnection, TransportError
 from teleloader.transport.request import BatchRequest
-from teleloader.transport.response import decode
+from teleloader.transport.response import decode, with_bytes
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared.codec import BatchId, Memory
 from teleloader_shared.errors import CorruptFrame, ProtocolError, ServerUnavailable
@@ -62,6 +62,8 @@ class FetchOptions:
     """Versions of libraries that servers must have; None to accept any."""
     trace: IterationTrace | None
     """Creates the spans of the requests; None if tracing is disabled."""
+    keeps_bytes: bool = False
+    """True to store the encoded frames, for the other members of a model-parallel group."""
 
 
 class _Failures:
@@ -291,10 +293,12 @@ class Fetcher:
                 self._options.max_batch_bytes, verified=connection.verified, has_shards=self._shards is not None,
             )  # fmt: skip
             nbytes = len(memory.data)
+            if self._options.keeps_bytes:
+                frames = with_bytes(frames, memory)
             if self._shards is not None:
                 self._shards.add(frames, memory.data)
             del memory  # a waiting thread must not keep a batch in memory
-            self._reorder_buffer.decoded(time.perf_counter() - began)
+            self._reorder_buffer.received(len(frames), nbytes, time.perf_counter() - began)
             if connection.trace is not None:
                 connection.trace.arrived(connection.first_byte, last_byte, len(frames), nbytes)
             self._has_received = True

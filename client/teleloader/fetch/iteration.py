@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from teleloader.dataset import RemoteDataset, consumers_prefix
 from teleloader.errors import exception_of
 from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager, Raised
+from teleloader.fetch.group import GroupReceiver
 from teleloader.fetch.length_check import LengthCheck
 from teleloader.fetch.receiver import Receiver
 from teleloader.fetch.reorder import Arrived, ReorderBuffer, timed_out
@@ -137,7 +138,7 @@ class Iteration:
     progress: Progress
     batches: Sized | None
     """Sized object that provides ``len()`` of the iterator; None for an iterable-style dataset."""
-    receiver: Receiver | DirectReceiver
+    receiver: Receiver | GroupReceiver | DirectReceiver
     lists: IndexLists | None
     """Index lists of a client-side sampler; None if servers compute the indices."""
     timeout: float

@@ -348,7 +348,8 @@ class ReorderBuffer:
         """Return the next request for a server, or None if no request is due."""
         with self.changed:
             wanted = self.scheduler.next_request(server, time.monotonic())
-            self.measures.hedges = self.scheduler.hedges
+            if self.several:  # the leader of a model-parallel group has another buffer with the same measures
+                self.measures.hedges = self.scheduler.hedges
             return self._with_indices(wanted)
 
     def await_work(self, server: int, timeout: float | None) -> None:
@@ -380,8 +381,6 @@ class ReorderBuffer:
             if self.closed is not None:
                 return None
             self._responds(url)
-            self.measures.batches += len(frames)
-            self.measures.nbytes += nbytes
             scheduler, first = self.scheduler, self.scheduler.received
             for frame in frames:
                 k = frame.batch_id.batch
@@ -441,9 +440,11 @@ class ReorderBuffer:
             self.scheduler.joined(server, num_workers, url, batch_rate, time.monotonic())
             self.changed.notify_all()
 
-    def decoded(self, seconds: float) -> None:
-        """Add the decoding time of a response to the statistics."""
+    def received(self, batches: int, nbytes: int, seconds: float) -> None:
+        """Add a response and its decoding time to the statistics."""
         with self.changed:
+            self.measures.batches += batches
+            self.measures.nbytes += nbytes
             self.measures.decode += seconds
 
     def broke(self) -> None:

@@ -43,3 +43,13 @@ def decode(
     if not frames:
         raise CorruptFrame("received no batch")
     return frames
+
+
+def with_bytes(frames: list[Frame], memory: Memory) -> list[Frame]:
+    """Return the frames of a response with their encoded bytes in `Frame.raw`, which are views of `memory`."""
+    found, start = [], 0
+    for frame in frames:
+        stop = start + frame.nbytes
+        found.append(frame._replace(raw=memory.data[start:stop]))
+        start = stop
+    return found
