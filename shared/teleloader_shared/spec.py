@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
+from teleloader_shared.balance import BalanceSpec
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.units import counted
 from teleloader_shared.weights import MixtureSpec
@@ -18,6 +19,7 @@ Tail = Literal["pad", "drop", "uneven"]
 Compression = Literal["zstd", "lz4"]
 Order = Literal["plan", "client"]
 OnError = Literal["raise", "skip", "replace"]
+BatchOf = Literal["samples", "lengths"]
 
 MAX_BATCH_SIZE: Final = 2**20
 MAX_WORLD_SIZE: Final = 2**20
@@ -67,6 +69,11 @@ class LoaderSpec:
     mixture: MixtureSpec | None = None
     """Hosted datasets from which the samples of each batch come, and their weights; None for a single dataset. In JSON
     an object (`MixtureSpec.to_json`)."""
+    balance: BalanceSpec | None = None
+    """Parameters of length-balanced batches; None for batches of the epoch's order. In JSON an object
+    (`BalanceSpec.to_json`)."""
+    batch_of: BatchOf = "samples"
+    """Content of the batches: ``samples``, or the ``lengths`` of the samples as an int64 array."""
     checksum: bool = True
     """True to send a checksum of the content in each frame."""
     compression: Compression | None = None
@@ -125,10 +132,12 @@ class LoaderSpec:
                 f"delivered must be null or a string of up to {MAX_STATES:,} characters, got {_shown(self.delivered)}"
             )
         self._check_mixture()
+        self._check_balance()
         self._check_session()
         _choice("tail", self.tail, get_args(Tail))
         _choice("compression", self.compression, (None, *get_args(Compression)))
         _choice("on_error", self.on_error, get_args(OnError))
+        _choice("batch_of", self.batch_of, get_args(BatchOf))
         _whole("error_retries", self.error_retries, 0, MAX_ERROR_RETRIES)
         if self.on_error == "skip" and self.batch_size is None:
             raise InvalidSpec('on_error="skip" requires batch_size: set batch_size, or on_error="replace"')
@@ -141,6 +150,33 @@ class LoaderSpec:
             raise InvalidSpec("mixture excludes order=client: the weights determine the order. Remove either of them")
         if given is not None and self.worker_init is not None:
             raise InvalidSpec("mixture excludes worker_init: each source has its own. Remove worker_init")
+
+    def _check_balance(self) -> None:
+        given: Any = self.balance
+        if given is None:
+            return
+        if not isinstance(given, BalanceSpec):
+            object.__setattr__(self, "balance", given := BalanceSpec.from_json(given))
+        if self.order == "client" or self.mixture is not None:
+            other = "order=client" if self.order == "client" else "mixture"
+            raise InvalidSpec(f"balance excludes {other}, which determines the batches. Remove either of them")
+        if self.batch_size is None:
+            raise InvalidSpec("balance requires batches, got batch_size=null: set batch_size or max_tokens")
+        if given.max_tokens is not None and (self.batch_size != 1 or self.drop_last):
+            raise InvalidSpec(
+                f"max_tokens of balance excludes batch_size and drop_last, got batch_size={self.batch_size} and "
+                f"drop_last={json.dumps(self.drop_last)}: max_tokens determines the sizes of the batches"
+            )
+        if given.max_tokens is None and given.group != self.batch_size * self.world_size:
+            raise InvalidSpec(
+                f"group of balance must be batch_size * world_size = {self.batch_size * self.world_size} without "
+                f"max_tokens, got {given.group}"
+            )
+
+    @property
+    def has_token_batches(self) -> bool:
+        """True if batches have a limit of tokens, and not a fixed number of samples."""
+        return self.balance is not None and self.balance.max_tokens is not None
 
     def _check_session(self) -> None:
         for name in ("collate", "worker_init", "session"):
@@ -197,7 +233,10 @@ class LoaderSpec:
         """
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         fields = {name: value for name, (value, default) in values.items() if value != default}
-        return fields if self.mixture is None else {**fields, "mixture": self.mixture.to_json()}
+        for name in ("mixture", "balance"):
+            if name in fields:
+                fields[name] = fields[name].to_json()
+        return fields
 
     def canonical(self) -> bytes:
         """Return the canonical JSON encoding: sorted names, no whitespace, without default values and `delivered`."""

@@ -10,6 +10,9 @@ block into contiguous parts of B positions instead: every W-th position of a per
 proportions (two sources alternate, and each of two ranks would get one of them). Each batch of each rank is therefore
 a window of the order. Which rank has which part changes pseudo-randomly from block to block, because a part of a block
 is periodic, too.
+
+Length-balanced batches (`balance`) rearrange the positions of each window. With a limit of tokens, the number of
+samples in a batch varies: positions are then the numbers of the batches of all ranks, and each rank has one per step.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader_shared.errors import BatchOutOfRange, InvalidSpec
+from teleloader_shared.errors import BatchOutOfRange, DatasetChanged, InvalidSpec
+from teleloader_shared.lengths import Lengths
+from teleloader_shared.orders.balance import StepOrder, token_batches
 from teleloader_shared.orders.mixture import MixtureOrder
 from teleloader_shared.orders.permutation import Permutation
-from teleloader_shared.orders.seeding import derive
+from teleloader_shared.orders.seeding import derive, random_below
+from teleloader_shared.orders.windows import Groups
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 from teleloader_shared.weights import MAX_POSITION
 
@@ -40,12 +46,23 @@ class Plan:
         spec: Parameters of the loader.
         length: Number of samples in the dataset, up to 2**62.
         epoch: Epoch number, from 0.
+        lengths: Lengths of the samples, if the spec has `balance`. None is sufficient for the number of batches of a
+            fixed size.
+        starts: Result of `balance.prepared`, if the spec has `max_tokens`; None to prepare the order.
 
     Raises:
-        InvalidSpec: If the epoch or the length is out of range.
+        InvalidSpec: If the epoch or the length is out of range, or a sample is longer than `max_tokens`.
+        DatasetChanged: If `lengths` differ from those of the spec.
     """
 
-    def __init__(self, spec: LoaderSpec, length: int, epoch: int) -> None:
+    def __init__(
+        self,
+        spec: LoaderSpec,
+        length: int,
+        epoch: int,
+        lengths: Lengths | None = None,
+        starts: NDArray[np.int64] | None = None,
+    ) -> None:
         if not 0 <= epoch < MAX_EPOCH:
             raise InvalidSpec(f"epoch must be in [0, 2**62), got {epoch}")
         if not 0 <= length <= 2**62:
@@ -61,7 +78,15 @@ class Plan:
         self.spec = spec
         self.length = length
         self.epoch = epoch
+        check_lengths(spec, length, lengths)
         self._epoch_samples = length if mixture is None else mixture.samples
+        self._groups: Groups[NDArray[np.int64]] | None = None
+        """Batches of all ranks with `max_tokens`; None for batches of a fixed size."""
+        if spec.balance is not None and spec.balance.max_tokens is not None:
+            if lengths is None:
+                raise TypeError("a plan with max_tokens requires lengths")
+            self._groups = token_batches(spec.balance, lengths, epoch, spec.seed if spec.shuffle else None, starts)
+            self._epoch_samples = len(self._groups)
         self._total = _total(spec, self._epoch_samples)
         self.samples = max(0, -(-(self._total - spec.rank) // spec.world_size))
         self._batch_size = spec.batch_size or 1
@@ -70,6 +95,17 @@ class Plan:
         self._rotation_key = derive("ranks", spec.seed, epoch)
         self._batches_per_block = max(1, _BLOCK_SAMPLES // self._batch_size)
         self._block: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        self._steps = None if self._groups is not None else self._step_order(lengths)
+
+    def _step_order(self, lengths: Lengths | None) -> StepOrder | None:
+        spec, order = self.spec, self._order
+        if spec.balance is None or lengths is None:
+            return None
+        return StepOrder(
+            spec.balance, lengths, (lambda positions: positions) if order is None else order,
+            samples=self._total, epoch_samples=self._epoch_samples, rank=spec.rank, world_size=spec.world_size,
+            seed=derive("balance", spec.seed, self.epoch) if spec.shuffle else None,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return self._batches
@@ -81,6 +117,8 @@ class Plan:
             BatchOutOfRange: If k is not in [0, len(plan)).
         """
         self.check(k)
+        if self._groups is not None:
+            return self._groups[int(self._positions(k, k + 1)[0])]
         number, within = divmod(k, self._batches_per_block)
         if self._block[0] != number:
             self._block = (number, self._indices_of_block(number))
@@ -90,10 +128,14 @@ class Plan:
     def first(self, k: int, count: int) -> NDArray[np.int64]:
         """Return the first `count` indices of batch k, in time that does not depend on the batch size.
 
+        With `LoaderSpec.balance`, the time is that of batch k.
+
         Raises:
             BatchOutOfRange: If k is not in [0, len(plan)).
         """
         self.check(k)
+        if self._groups is not None:
+            return self[k][:count]
         start = k * self._batch_size
         return self._indices_at(start, start + min(count, self._batch_size))
 
@@ -106,7 +148,8 @@ class Plan:
         start, stop = k * self._batch_size, (k + 1) * self._batch_size
         if stop * self.spec.world_size <= self._epoch_samples:
             return 0
-        return int((self._unwrapped(start, stop) >= self._epoch_samples).sum())
+        padding = int((self._unwrapped(start, stop) >= self._epoch_samples).sum())
+        return padding if self._groups is None else padding * len(self[k])
 
     def sources(self, k: int) -> NDArray[np.int64]:
         """Return the number of the source of each sample in batch k of a mixture, int64 of shape (samples,).
@@ -164,20 +207,66 @@ class Plan:
         """Return the positions, in which those of padding samples continue after the end of the order."""
         places = np.arange(start, min(stop, self.samples), dtype=np.int64)
         rank, ranks = self.spec.rank, self.spec.world_size
+        if self.spec.balance is not None and self._groups is None:
+            return self._balanced(start, start + len(places))
         if self.spec.mixture is None:
             return rank + ranks * places
         blocks, within = np.divmod(places, self._batch_size)
-        positions = (blocks * ranks + (rank + self._rotations(blocks)) % ranks) * self._batch_size + within
+        rotations = random_below(blocks, self._rotation_key, ranks)
+        positions = (blocks * ranks + (rank + rotations) % ranks) * self._batch_size + within
         # the incomplete last block is divided into parts whose sizes differ by at most one sample
         full, rest = divmod(self._total, ranks * self._batch_size)
         first = full * ranks * self._batch_size + rank * (rest // ranks) + min(rank, rest % ranks)
         return np.where(blocks < full, positions, first + within)
 
-    def _rotations(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return pseudo-random numbers in [0, world_size) for the numbers of blocks."""
-        mixed = (blocks.view(np.uint64) + np.uint64(self._rotation_key)) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
-        return ((mixed >> np.uint64(32)) * np.uint64(self.spec.world_size) >> np.uint64(32)).astype(np.int64)
+    def _balanced(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the positions of the rank's samples [start, stop) in the balanced steps."""
+        if self._steps is None:
+            raise TypeError("the indices of balanced batches require lengths")
+        first = start // self._batch_size
+        steps = [self._steps.steps[step] for step in range(first, -(-stop // self._batch_size))]
+        found = np.concatenate([np.empty(0, np.int64), *steps])
+        return found[start - first * self._batch_size : stop - first * self._batch_size]
+
+
+def check_lengths(spec: LoaderSpec, length: int, lengths: Lengths | None) -> None:
+    """Check that lengths are those for which a loader was created, and that no sample exceeds `max_tokens`.
+
+    Args:
+        spec: Parameters of the loader; without `balance`, nothing is checked.
+        length: Number of samples in the dataset.
+        lengths: The lengths; None if they are not used.
+
+    Raises:
+        DatasetChanged: If the lengths differ from those of the spec.
+        InvalidSpec: If a sample is longer than `max_tokens`.
+    """
+    if spec.balance is None or lengths is None:
+        return
+    if lengths.digest != spec.balance.lengths or len(lengths) != length:
+        raise DatasetChanged(other_lengths(spec.dataset, lengths.digest, spec.balance.lengths))
+    check_longest(spec.balance.max_tokens, lengths.longest, lengths.longest_sample)
+
+
+def other_lengths(dataset: str, found: str | None, required: str) -> str:
+    """Return the message for lengths with another digest than that of the loader."""
+    return (
+        f"dataset {dataset!r} has lengths with digest {found}, but the loader requires {required}: all servers must "
+        "have the same sample_lengths. Host the same data, or create the loader again"
+    )
+
+
+def check_longest(max_tokens: int | None, longest: int, sample: int) -> None:
+    """Check that the longest sample fits into a batch.
+
+    Raises:
+        InvalidSpec: If it is longer than `max_tokens`.
+    """
+    if max_tokens is not None and longest > max_tokens:
+        raise InvalidSpec(
+            f"sample {sample} has length {longest}, more than max_tokens={max_tokens}: increase max_tokens, or "
+            "truncate or remove long samples in the dataset, and in its sample_lengths"
+        )
 
 
 def _order(spec: LoaderSpec, length: int, epoch: int) -> Permutation | MixtureOrder | None:

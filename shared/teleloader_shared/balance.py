@@ -1,0 +1,82 @@
+"""Parameters of length-balanced batches (`BalanceSpec`); part of the loader spec."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from teleloader_shared.errors import InvalidSpec
+from teleloader_shared.text import short
+
+MAX_WINDOW: Final = 2**22
+"""Maximum samples in a window; bounds the time to sort one to about a second."""
+MAX_TOKENS: Final = 2**40
+"""Maximum length of a sample, and of a batch with its padding: products of lengths and counts fit into 64 bits."""
+_DIGEST: Final = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceSpec:
+    """Validated parameters of length-balanced batches.
+
+    Raises:
+        InvalidSpec: If a field is invalid.
+    """
+
+    lengths: str
+    """Digest of the lengths (`Lengths.digest`)."""
+    window: int
+    """Samples that are sorted together, over all ranks; a multiple of `group`."""
+    group: int
+    """Without `max_tokens`, samples per step of all ranks: batch size x world size. With `max_tokens`, number of
+    successive batches of similar length: steps of all world sizes that divide it contain only such batches."""
+    max_tokens: int | None = None
+    """Maximum of (samples x longest sample) of a batch; None for batches of a fixed number of samples."""
+
+    def __post_init__(self) -> None:
+        """Validate all fields."""
+        if not isinstance(self.lengths, str) or _DIGEST.fullmatch(self.lengths) is None:
+            raise InvalidSpec(
+                f"lengths of balance must be a digest of 32 hexadecimal digits, got {short(self.lengths)}"
+            )
+        _whole("window", self.window, MAX_WINDOW)
+        _whole("group", self.group, MAX_WINDOW)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, MAX_TOKENS)
+        if self.window % self.group:
+            unit = "batch_size * world_size" if self.max_tokens is None else "group"
+            raise InvalidSpec(
+                f"window of balance must be a multiple of {unit} = {self.group}, got {self.window}: use "
+                f"{max(1, round(self.window / self.group)) * self.group}"
+            )
+
+    @property
+    def digest(self) -> str:
+        """Digest of all parameters as 16 hexadecimal digits; part of saved states."""
+        return hashlib.blake2b(json.dumps(self.to_json()).encode(), digest_size=8).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the parameters as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: object) -> BalanceSpec:
+        """Create parameters from a JSON object.
+
+        Raises:
+            InvalidSpec: If the object has another structure, or a field is invalid.
+        """
+        match fields:
+            case {"lengths": lengths, "window": window, "group": group, "max_tokens": most, **others} if not others:
+                return cls(lengths, window, group, most)
+        raise InvalidSpec(
+            f"balance must be null or an object with lengths, window, group and max_tokens, got {short(fields)}"
+        )
+
+
+def _whole(name: str, value: object, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+        raise InvalidSpec(f"{name} of balance must be an integer in [1, {high}], got {short(value)}")
