@@ -9,6 +9,7 @@ for images, labels in loader: ...
 
 from __future__ import annotations
 
+from teleloader.balance import LengthBalance
 from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
 from teleloader.mixture import Mixture
@@ -51,6 +52,7 @@ __all__ = [
     "EncodeError",
     "Forbidden",
     "InvalidSpec",
+    "LengthBalance",
     "LoaderStats",
     "LoaderTimeout",
     "Mixture",

@@ -19,13 +19,16 @@ from teleloader.arguments import (
     Arguments,
     as_context,
     check,
+    check_balance,
     check_errors,
     check_iteration,
     check_mixture,
     check_ranks,
+    check_token_batches,
     warn_of_pinning,
     warn_of_too_many_workers,
 )
+from teleloader.balance import LengthBalance
 from teleloader.construction import Construction
 from teleloader.fetch.direct import DirectDataset
 from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Progress
@@ -61,10 +64,11 @@ DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
 _ORDERING: Final = (
     "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "seed", "rank", "world_size", "tail",
+    "balance",
 )  # fmt: skip
 """Arguments that determine the order of the samples."""
-_FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
-"""Attributes that are read-only after construction, as in torch."""
+_FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers", "balance")
+"""Attributes that are read-only after construction, most of them as in torch."""
 
 _numbers = itertools.count()
 """Sequence numbers of the loaders in this process, part of their consumer names."""
@@ -139,6 +143,9 @@ class DataLoader(Generic[Batch]):
         tail: Division of a dataset whose length is not a multiple of `world_size`: ``"pad"`` (the default) repeats
             samples as torch's DistributedSampler does, ``"drop"`` omits the remainder, ``"uneven"`` gives some ranks
             one more sample.
+        balance: A `LengthBalance` for batches of samples of similar length, or of a limited number of tokens; requires
+            `seed`, and a dataset that states `sample_lengths`. With `max_tokens`, it excludes `batch_size` and
+            `drop_last`. None (the default) does not use lengths.
         output: Library of the arrays: ``"torch"``, ``"numpy"`` or ``"jax"``. None (the default) is torch if it is
             installed, otherwise NumPy.
         checksum: Whether each batch has a checksum, by which damaged responses are detected and retried; True by
@@ -212,6 +219,7 @@ class DataLoader(Generic[Batch]):
         on_error: OnError = "raise",
         error_retries: int = 2,
         max_errors: float = 0.01,
+        balance: LengthBalance | None = None,
     ) -> None:
         self._construction = Construction(self, locals())
         self._remote = remote = find_dataset(dataset, num_workers)
@@ -228,6 +236,11 @@ class DataLoader(Generic[Batch]):
         mixture = dataset.spec if isinstance(dataset, Mixture) else None
         if mixture is not None:
             check_mixture(seed, sampler=user_sampler)
+        self.balance = balance
+        if balance is not None:
+            check_balance(seed, sampler=user_sampler, iterable=remote.iterable, mixture=mixture is not None)
+            if balance.max_tokens is not None:
+                check_token_batches(batch_size, drop_last=drop_last)
         self._output: Output = choose_output(output)
         self.dataset, self.generator = dataset, generator
         self.num_workers, self.persistent_workers = num_workers, persistent_workers
@@ -253,6 +266,8 @@ class DataLoader(Generic[Batch]):
         self._distributed = rank is None and world_size is None and user_sampler is None
         self._user_sampler = user_sampler
         self._orders = self._make_orders(shuffle=bool(shuffle))
+        if balance is not None and balance.max_tokens is not None:
+            self.batch_size = None
         self._init_state()
         self._construction.end(self)
 
@@ -264,6 +279,7 @@ class DataLoader(Generic[Batch]):
         return Orders(
             self.dataset, (self.sampler, self.batch_sampler), self._user_sampler,
             iterable=iterable, seeded=self._seed is not None, may_repeat=self.worker_init_fn is None,
+            lengths=lambda: self._remote.lengths(),
         )  # fmt: skip
 
     def _make_samplers(self, *, shuffle: bool) -> tuple[Any, Any]:
@@ -320,10 +336,13 @@ class DataLoader(Generic[Batch]):
 
     @property
     def _spec_of_rank(self) -> LoaderSpec:
-        if not self._distributed:
-            return self._spec
-        rank, world_size = distributed_rank()
-        return replace(self._spec, rank=rank, world_size=world_size)
+        spec = self._spec
+        if self._distributed:
+            rank, world_size = distributed_rank()
+            spec = replace(spec, rank=rank, world_size=world_size)
+        if self.balance is None:
+            return spec
+        return replace(spec, balance=self.balance.spec(self._remote.info, spec.batch_size or 1, spec.world_size))
 
     @property
     def _order(self) -> Order:
@@ -332,7 +351,8 @@ class DataLoader(Generic[Batch]):
         return self._orders.choose(spec, as_torch=as_torch and self._seed is None)
 
     def __len__(self) -> int:
-        return self._order.length(self._spec_of_rank)
+        position = self._next if self._progress is None else self._progress.next
+        return self._order.length(self._spec_of_rank, position.epoch)
 
     @property
     def _divides_epoch(self) -> bool:
@@ -342,6 +362,8 @@ class DataLoader(Generic[Batch]):
     @property
     def _batched(self) -> bool:
         """True if samples are collated into batches."""
+        if self.balance is not None:
+            return True
         return self.batch_size is not None or self.batch_sampler is not None
 
     def plan(self, epoch: int) -> Plan:
@@ -619,7 +641,7 @@ class DataLoader(Generic[Batch]):
         order, spec = self._order, self.spec
         position.check()
         identity, generators = self._identity(order, spec), self._random_state(order).save()
-        return state.save(position, identity, order.global_batch_size(spec), generators)
+        return state.save(position, identity, order.global_batch_size(spec), generators, _unit(spec))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position.
@@ -632,7 +654,9 @@ class DataLoader(Generic[Batch]):
                 of a global batch of this loader.
         """
         order, spec = self._order, self.spec
-        position, generators = state.load(state_dict, self._identity(order, spec), order.global_batch_size(spec))
+        position, generators = state.load(
+            state_dict, self._identity(order, spec), order.global_batch_size(spec), _unit(spec)
+        )
         order.resume(position)
         self._random_state(order).restore(generators)
         self._next = position
@@ -647,6 +671,8 @@ class DataLoader(Generic[Batch]):
         common = {name: values[name] for name in order.identity}
         if spec.mixture is not None:
             common["mixture"] = spec.mixture.digest
+        if spec.balance is not None:
+            common["balance"] = spec.balance.digest
         return {"dataset": spec.fingerprint, "order": order.name, **common}
 
     def stats(self) -> LoaderStats:
@@ -662,7 +688,13 @@ class DataLoader(Generic[Batch]):
     def __repr__(self) -> str:
         spec = self.spec
         ranks = f", rank={spec.rank}, world_size={spec.world_size}, tail={spec.tail!r}" if spec.world_size > 1 else ""
+        balance = "" if self.balance is None else f", balance={self.balance!r}"
         return (
             f"DataLoader({self.dataset!r}, batch_size={self.batch_size}, shuffle={spec.shuffle}, "
-            f"drop_last={spec.drop_last}, seed={self._seed}{ranks})"
+            f"drop_last={spec.drop_last}, seed={self._seed}{ranks}{balance})"
         )
+
+
+def _unit(spec: LoaderSpec) -> str:
+    """Return the unit in which states count the position of all ranks."""
+    return "batches" if spec.has_token_batches else "samples"

@@ -86,14 +86,14 @@ class Lengths:
         return f"Lengths({short(self.values[:4].tolist())}, {len(self)}, digest={self.digest!r})"
 
 
-def padding_fraction(lengths: int, padded: int) -> float:
-    """Return the fraction of padding in batches.
+def padding_fraction(lengths: int, padded: int) -> float | None:
+    """Return the fraction of padding in batches; None without batches.
 
     Args:
         lengths: Sum of the lengths of all samples.
         padded: Sum of (samples x longest sample) over all batches.
     """
-    return 1 - lengths / padded if padded else 0.0
+    return 1 - lengths / padded if padded else None
 
 
 def _array_in(path: str) -> NDArray[Any]:

@@ -208,6 +208,12 @@ class DatasetStats:
     """Samples of a ``CachedDataset`` that workers computed."""
     cache_saved: float = 0.0
     """Time to compute the samples that were read, less the time to read them."""
+    tokens: int = 0
+    """Sum of the lengths of the samples in computed batches (`sample_lengths` of the dataset)."""
+    tokens_padded: int = 0
+    """Sum of (samples x longest sample) over computed batches: their size after padding, in the unit of the lengths."""
+    padding_fraction: float | None = None
+    """Fraction of padding in computed batches, 1 - tokens / tokens_padded; None without lengths."""
 
 
 @dataclass(frozen=True, slots=True)

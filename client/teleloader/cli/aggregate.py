@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ErrorCount, Latency, ServerStats, Stats
 
 MAX_SLOWEST: Final = 5
@@ -96,6 +97,9 @@ def _of_datasets(parts: Sequence[DatasetStats]) -> DatasetStats:
         cache_hits=sum(part.cache_hits for part in parts),
         cache_misses=sum(part.cache_misses for part in parts),
         cache_saved=sum(part.cache_saved for part in parts),
+        tokens=(tokens := sum(part.tokens for part in parts)),
+        tokens_padded=(padded := sum(part.tokens_padded for part in parts)),
+        padding_fraction=padding_fraction(tokens, padded),
     )
 
 

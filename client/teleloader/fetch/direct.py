@@ -24,7 +24,8 @@ from teleloader.tensors.memory import HostBuffers, pageable_memory
 from teleloader.tensors.output import Output, has_leaves, map_leaves
 from teleloader_shared import dtypes
 from teleloader_shared.codec import BatchId, End, Frame, Substituted
-from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.errors import InvalidSpec, TeleloaderError
+from teleloader_shared.lengths import Lengths
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
@@ -80,6 +81,10 @@ class Loader(Protocol):
     def info(self) -> DatasetInfo:
         """Current dataset description."""
 
+    @property
+    def lengths(self) -> Lengths | None:
+        """Current lengths of the samples; None if the dataset states none."""
+
     def beginning(self, epoch: int) -> str | None:
         """Return the dataset's state for resuming at the start of `epoch`, or None if the dataset has no state."""
 
@@ -122,6 +127,17 @@ class DirectDataset:
     def info(self) -> DatasetInfo:
         """Current dataset description."""
         return self.loader.info
+
+    def lengths(self) -> Lengths:
+        """Return the lengths of the samples.
+
+        Raises:
+            InvalidSpec: If the dataset states no lengths.
+        """
+        found = self.loader.lengths
+        if found is None:
+            raise InvalidSpec(f"dataset {self.name!r} states no lengths: define its attribute sample_lengths")
+        return found
 
     def at_beginning(self, position: Position) -> Position:
         """Add the current state of a stateful dataset to a start-of-epoch position; return others unchanged."""

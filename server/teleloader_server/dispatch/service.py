@@ -33,7 +33,7 @@ from teleloader_shared.errors import (
     UnknownLoader,
 )
 from teleloader_shared.messages import DatasetInfo, Registration
-from teleloader_shared.orders.plan import Plan
+from teleloader_shared.orders.plan import Plan, check_longest, other_lengths
 from teleloader_shared.sources import describe
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
@@ -232,7 +232,8 @@ class LoaderService:
         if info.kind == "map" and spec.order == "plan":
             if info.length is None:
                 raise InvalidSpec(f"dataset {info.name!r} has no length: define __len__, or pass a sampler")
-            batches = len(self._plan(spec, info.length, 0))
+            if not spec.has_token_batches:  # the number depends on the epoch, and workers refuse those beyond it
+                batches = len(self._plan(spec, info.length, 0))
         self._make_room(quota, spec.memory)
         with ExitStack() as held:
             held.enter_context(self._specs.hold(quota.name, spec.memory))
@@ -474,8 +475,11 @@ def _described_as_one(spec: LoaderSpec, infos: list[DatasetInfo]) -> DatasetInfo
 
     Raises:
         InvalidSpec: If the datasets cannot be mixed, or have other lengths than the sources in the spec.
+        DatasetChanged: If the samples have other lengths than in the spec.
     """
     if spec.mixture is None:
+        if spec.balance is not None and infos[0].lengths is not None and infos[0].lengths != spec.balance.lengths:
+            raise DatasetChanged(other_lengths(spec.dataset, infos[0].lengths, spec.balance.lengths))
         return infos[0]
     if spec.dataset != infos[0].name:
         raise InvalidSpec(f"dataset must be the first source of the mixture, {infos[0].name!r}: got {spec.dataset!r}")
@@ -492,6 +496,14 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
     Raises:
         InvalidSpec: If the spec is invalid for this kind of dataset.
     """
+    if (spec.balance is not None or spec.batch_of == "lengths") and info.lengths is None:
+        field = "batch_of=lengths" if spec.balance is None else "balance"
+        raise InvalidSpec(
+            f"{field} requires the lengths of the samples, and dataset {info.name!r} has none: define sample_lengths "
+            "on the server, a 1-D integer array or the path of a .npy file"
+        )
+    if spec.balance is not None:
+        check_longest(spec.balance.max_tokens, info.longest or 0, info.longest_sample or 0)
     if info.kind == "map":
         for field in ("shard_states", "delivered"):
             if getattr(spec, field) is not None:

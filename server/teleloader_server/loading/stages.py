@@ -21,14 +21,17 @@ from teleloader_server.loading import index_lists
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.generators import Generators
 from teleloader_server.loading.passes import Pass, Passes
+from teleloader_server.loading.preparations import starts_of
 from teleloader_server.loading.random_state import seed_all
 from teleloader_server.loading.substitutes import Substitutes
 from teleloader_server.loading.tasks import Indices, Task, collate, frame_writer, integer_of
 from teleloader_server.loading.worker_info import was_read
 from teleloader_shared.codec import End, Substituted
+from teleloader_shared.lengths import Lengths
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
+from teleloader_shared.spec import LoaderSpec
 
 Place = Callable[[int], NDArray[np.uint8]]
 """Function that returns a buffer of the requested number of bytes for a frame; a second call replaces the buffer."""
@@ -144,7 +147,7 @@ class Fetch(Stage):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._plan = lru_cache(maxsize=64)(Plan)
+        self._plan = lru_cache(maxsize=64)(_plan)
         self._epochs: dict[str, int] = {}
         """Epoch that was last set on each map-style dataset, by dataset name."""
         self._is_slow: dict[str, bool] = {}
@@ -163,6 +166,8 @@ class Fetch(Stage):
             return
         if not batch.has_indices:
             batch.indices, batch.padding = self._indices(hosted, task)
+        if task.spec.batch_of == "lengths":
+            return
         epoch = task.batch_id.epoch
         for each in hosted.parts or (hosted,):
             # datasets in the server process itself are shared: the epoch may have changed since the last batch
@@ -189,7 +194,8 @@ class Fetch(Stage):
             return listed, 0
         if task.spec.order == "client":
             raise RuntimeError(f"cannot load {task.batch_id}: its index list is missing. This is a bug in the server")
-        plan = self._plan(task.spec, task.length, task.batch_id.epoch)
+        lengths = None if task.spec.balance is None else hosted.lengths
+        plan = self._plan(task.spec, task.length, task.batch_id.epoch, lengths)
         return plan[task.batch_id.batch], plan.padding(task.batch_id.batch)
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> tuple[list[Any], Substitutes | None]:
@@ -402,6 +408,10 @@ class Fetch(Stage):
         generators.seed(seed)
 
 
+def _plan(spec: LoaderSpec, length: int, epoch: int, lengths: Lengths | None) -> Plan:
+    return Plan(spec, length, epoch, lengths, starts_of(spec, lengths, epoch))
+
+
 def _listed(indices: Indices) -> list[Any]:
     return indices.tolist() if isinstance(indices, np.ndarray) else indices
 
@@ -432,7 +442,11 @@ class Collate(Stage):
 
     def run(self, batch: Batch) -> None:
         """Collate and count the samples of a batch."""
-        if batch.samples is None:
+        if batch.task.spec.batch_of == "lengths":
+            if batch.hosted.lengths is None:
+                raise RuntimeError(f"cannot load {batch.task.batch_id}: the dataset has no lengths")
+            batch.count, batch.content = len(batch.indices), batch.hosted.lengths.of(np.asarray(batch.indices))
+        elif batch.samples is None:
             batch.content = End(0 if batch.pass_ is None else batch.pass_.shard.samples, replica=not was_read())
         else:
             batch.count, batch.content = collate(batch.hosted, batch.task, batch.indices, batch.samples)

@@ -68,6 +68,8 @@ class Report(NamedTuple):
     """Skipped and replaced samples; None if there are none."""
     slowest: int | None = None
     """Index of the sample whose fetch took longest; None if it is unknown."""
+    lengths: Sequence[int] = (0, 0)
+    """Sum of the lengths of the samples, and number of samples x longest sample; (0, 0) if unknown."""
     cache: CacheCounts = CacheCounts()
 
 
@@ -86,15 +88,18 @@ class GroupReport(NamedTuple):
     """Skipped and replaced samples of each batch that has any, with the place of the batch in the group."""
     slowest: Sequence[int | None] = ()
     """Index of the slowest sample of each batch (`Report.slowest`)."""
+    lengths: Sequence[int] = (0, 0)
+    """Sums of `Report.lengths` over all batches."""
     cache: CacheCounts = CacheCounts()
 
     @classmethod
     def of(cls, reports: Sequence[Report], cpu_wait: float) -> GroupReport:
         """Combine the reports on successive batches."""
-        samples, failed, stages, substituted, slowest, cache = zip(*reports, strict=True)
+        samples, failed, stages, substituted, slowest, lengths, cache = zip(*reports, strict=True)
         found = [(place, each) for place, each in enumerate(substituted) if each is not None]
         times = list(zip(*stages, strict=True))
-        return cls(samples, failed[-1], times, cpu_wait, found, slowest, CacheCounts.sum(cache))
+        padding = [sum(each) for each in zip(*lengths, strict=True)]
+        return cls(samples, failed[-1], times, cpu_wait, found, slowest, padding, CacheCounts.sum(cache))
 
     def without(self, places: Container[int]) -> GroupReport:
         """Return the report without the batches at the given places."""
@@ -104,7 +109,9 @@ class GroupReport(NamedTuple):
         substituted = [(kept.index(place), each) for place, each in self.substituted if place in kept]
         samples = [self.samples[place] for place in kept]
         slowest = [self.slowest[place] for place in kept]
-        return GroupReport(samples, self.failed and is_last, stages, self.cpu_wait, substituted, slowest, self.cache)
+        return self._replace(
+            samples=samples, failed=self.failed and is_last, stages=stages, substituted=substituted, slowest=slowest
+        )
 
 
 def integer_of(index: Any) -> int | None:
@@ -128,14 +135,17 @@ def key_of(index: Any) -> int | str | None:
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
-    """Return the integers among the first `count` indices of a batch, or [] for an iterable-style dataset."""
+    """Return the integers among the first `count` indices of a batch.
+
+    Returns [] for an iterable-style dataset, and for orders that only workers compute.
+    """
     if task.indices is not None:
         return index_lists.first_integers(task.indices, count)
     if task.spec.session is not None and task.length == 0:
         return []
     mixture = task.spec.mixture
-    if mixture is not None and mixture.slots > MAX_MAIN_SLOTS:
-        return []
+    if task.spec.balance is not None or (mixture is not None and mixture.slots > MAX_MAIN_SLOTS):
+        return []  # the lengths are in the workers, and large tables take too long
     found: list[int] = Plan(task.spec, task.length, task.batch_id.epoch).first(task.batch_id.batch, count).tolist()
     return found
 
