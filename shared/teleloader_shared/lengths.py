@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Final
 
@@ -94,6 +95,13 @@ def padding_fraction(lengths: int, padded: int) -> float | None:
         padded: Sum of (samples x longest sample) over all batches.
     """
     return 1 - lengths / padded if padded else None
+
+
+def padding_of(batches: Iterable[NDArray[np.int64]], lengths: Lengths) -> float | None:
+    """Return the fraction of padding in batches of sample indices; None without batches."""
+    found = [lengths.of(batch) for batch in batches]
+    tokens = sum(int(each.sum()) for each in found)
+    return padding_fraction(tokens, sum(len(each) * int(each.max(initial=0)) for each in found))
 
 
 def _array_in(path: str) -> NDArray[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import pickle
 import random
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from teleloader.testing import FakeServer
 from teleloader_server import serve
 from teleloader_shared.lengths import padding_fraction
 from tests.conftest import StartServer
+from tests.end_to_end.terminal import SERVER, TOOLS, piped
 
 LENGTH = 300
 LENGTHS = np.random.default_rng(0).lognormal(3, 1, LENGTH).astype(np.int64).clip(1, 200)
@@ -68,7 +71,7 @@ class OnDisk(Texts):
 class Computed(Texts):
     """Dataset with a method that returns the lengths."""
 
-    def sample_lengths(self) -> Any:  # type: ignore[override]
+    def sample_lengths(self) -> Any:
         """Return the lengths as a list."""
         return LENGTHS.tolist()
 
@@ -96,6 +99,11 @@ def received(loader: DataLoader) -> list[list[int]]:
         assert ((batch >= 0).sum(1) == torch.from_numpy(LENGTHS[batch[:, 0].numpy()])).all()
         found.append(batch[:, 0].tolist())
     return found
+
+
+def joined(batches: list[list[int]]) -> list[int]:
+    """Return the items of all batches."""
+    return list(itertools.chain.from_iterable(batches))
 
 
 def listed(loader: DataLoader, epoch: int) -> list[list[int]]:
@@ -129,8 +137,8 @@ def test_batches_are_those_of_the_plan(mode: dict[str, Any], shuffle: bool) -> N
                 found = received(loader)
                 assert found == listed(loader, epoch)
                 assert len(loader) == len(found)
-                seen += [index for batch in found for index in batch]
-                assert np.bincount(sum(found, []), minlength=LENGTH).tolist() == loader.visits().tolist()
+                seen += joined(found)
+                assert np.bincount(joined(found), minlength=LENGTH).tolist() == loader.visits().tolist()
             assert sorted(seen) == list(range(LENGTH))
 
 
@@ -194,7 +202,7 @@ def test_limited_batches_resume_on_another_world_size(place: int) -> None:
         assert states[0]["batches"] == 4 * place
         for loader in loaders(4):
             loader.load_state_dict(states[0])
-            seen += sum(received(loader), [])
+            seen += joined(received(loader))
         assert sorted(seen) == list(range(LENGTH))
 
 
@@ -217,7 +225,7 @@ def test_batches_of_a_fixed_size_resume_on_another_world_size() -> None:
             state = loader.state_dict()
         for loader in loaders(3):
             loader.load_state_dict(state)
-            seen += sum(received(loader), [])
+            seen += joined(received(loader))
         assert sorted(seen) == list(range(LENGTH))
 
 
@@ -237,9 +245,7 @@ def test_states_of_other_parameters_are_refused() -> None:
         loader = DataLoader(text, seed=7, shuffle=True, **MODES[1])
         state = {**loader.state_dict(), "batches": 3}
         balance = MODES[1]["balance"]
-        with pytest.raises(
-            StateMismatch, match="after 3 batches of all ranks, which is not a multiple of this loader's"
-        ):
+        with pytest.raises(StateMismatch, match="after 3 batches of all ranks, which is not a multiple of this"):
             DataLoader(text, seed=7, shuffle=True, balance=balance, rank=0, world_size=2).load_state_dict(state)
 
 
@@ -330,9 +336,9 @@ def test_methods_and_lists_state_lengths() -> None:
 
 def test_invalid_lengths_are_reported_when_the_dataset_is_hosted() -> None:
     """A server with invalid lengths does not start."""
-    with pytest.raises(Exception, match="invalid sample_lengths of dataset 'text': lengths must have one number per"):
-        with hosted(Texts([1, 2])):
-            pass
+    message = "invalid sample_lengths of dataset 'text': lengths must have one number per"
+    with pytest.raises(Exception, match=message), hosted(Texts([1, 2])):
+        pass
 
 
 def test_arguments_that_exclude_each_other_are_named() -> None:
@@ -372,7 +378,7 @@ def test_frameworks_that_need_a_sampler_raise_an_error() -> None:
     """No sampler of torch has the order of a loader with balance."""
     import teleloader.torch
 
-    with pytest.raises(ValueError, match="teleloader.torch.DataLoader does not support balance"):
+    with pytest.raises(ValueError, match=r"teleloader.torch.DataLoader does not support balance"):
         teleloader.torch.DataLoader(Texts(), batch_size=4, seed=7, balance=LengthBalance())
 
 
@@ -382,3 +388,44 @@ def test_a_batch_beyond_the_epoch_is_refused() -> None:
         loader = DataLoader(text, seed=7, shuffle=True, **MODES[1])
         frame = text.batch(loader.spec, 0, len(loader))
         assert "BatchOutOfRange" in frame.content.type
+
+
+def output_of(program: str, *arguments: str) -> str:
+    """Return the output of a successful command."""
+    done = piped(program, *arguments)
+    assert done.code == 0, done.err
+    return done.out
+
+
+# --- Commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [["--window", "48", "--batch-size", "4"], ["--max-tokens", "256", "--group", "4"]])
+def test_the_audit_counts_balanced_batches(options: list[str]) -> None:
+    """``teleloader audit`` downloads the lengths, and each sample is visited exactly once by two ranks."""
+    with hosted() as text:
+        command = ["audit", text.url, "--seed", "7", "--shuffle", "--world-size", "2", "--tail", "uneven", "--json"]
+        report = json.loads(output_of(TOOLS, *command, *options))
+        assert report["exact"] is True
+        assert report["visits"] == LENGTH
+
+
+def test_the_benchmark_reports_the_padding() -> None:
+    """Balanced batches have less padding than random ones."""
+    with hosted() as text:
+        command = ["bench", text.url, "--seconds", "0.2", "--shuffle", "--batch-size", "8", "--json"]
+        found = [
+            json.loads(output_of(TOOLS, *command, *options))["padding_fraction"]
+            for options in ([], ["--window", "96"], ["--max-tokens", "400"])
+        ]
+    assert max(found[1:]) < 0.7 * found[0]
+
+
+def test_check_compares_the_padding_of_both_orders(tmp_path: Path) -> None:
+    """``teleloader-server check`` reports the padding of random and of balanced batches."""
+    (tmp_path / "server.toml").write_text(
+        '[datasets.text]\nfactory = "tests.end_to_end.test_balance:Texts"\n'
+        'collate = "tests.end_to_end.test_balance:padded"\n'
+    )
+    (report,) = json.loads(output_of(SERVER, "check", "--config", str(tmp_path / "server.toml"), "--json"))["datasets"]
+    assert report["balanced_padding"] < 0.5 * report["padding"]

@@ -144,7 +144,9 @@ def test_padding_and_imbalance_are_much_smaller_than_in_a_random_order() -> None
         return padding_fraction(sum(int(x.sum()) for x in each), sum(len(x) * int(x.max()) for x in each))
 
     found = [waste(spec), waste(replace(spec, balance=None))]
-    assert found[0] is not None and found[1] is not None and found[0] < 0.2 < 0.5 < found[1]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0] < 0.2 < 0.5 < found[1]
 
 
 def test_without_shuffling_the_steps_of_a_window_are_in_descending_order() -> None:

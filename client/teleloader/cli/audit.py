@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.text import Text
 
 from teleloader.cli.showing import print_json, progress_bar, results_console
+from teleloader_shared.lengths import Lengths
 from teleloader_shared.orders.plan import Coverage, Plan, count_visits
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import printable
@@ -25,15 +26,16 @@ STEP = 256
 """Batches between updates of the progress bar."""
 
 
-def planned(spec: LoaderSpec, length: int, epoch: int) -> NDArray[np.int64]:
+def planned(spec: LoaderSpec, length: int, epoch: int, lengths: Lengths | None = None) -> NDArray[np.int64]:
     """Count the visits to each sample in an epoch, over all ranks, and show a progress bar.
 
     Args:
         spec: Parameters of the loader.
         length: Number of samples in the dataset.
         epoch: Epoch number.
+        lengths: Lengths of the samples, if the spec has `balance`.
     """
-    plans = [Plan(replace(spec, rank=rank), length, epoch) for rank in range(spec.world_size)]
+    plans = [Plan(replace(spec, rank=rank), length, epoch, lengths) for rank in range(spec.world_size)]
     columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress_bar(*columns) as progress:
         bar = progress.add_task("", total=sum(map(len, plans)))

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import click
 
+from teleloader.balance import LengthBalance
 from teleloader.cli import audit as audits
 from teleloader.cli import options
 from teleloader.cli import peek as peeks
@@ -152,21 +153,27 @@ def stats(url: str | list[str], watch: bool, interval: float, limit: int, as_jso
 )  # fmt: skip
 @click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression that the workers apply to arrays.")
 @options.of_loader(options.shuffle, options.drop_last, options.as_json, options.trust_directory, options.access)
+@options.balance
 def bench(
     url: str | list[str], dataset: str | None, batch_size: int, seconds: float, step: float, num_workers: int,
     compression: Any, shuffle: bool, drop_last: bool, as_json: bool,
-    trust_directory: bool,
+    trust_directory: bool, balance: LengthBalance | None,
 ) -> None:  # fmt: skip
     """Load batches as a training loop does, and report the throughput.
 
     Without --step, the command loads at full speed and measures the maximum throughput of the server, the network and
     this machine. If --step is the duration of your training step, the diagnosis is the one for your training loop.
+
+    If the dataset states sample_lengths, the report contains the fraction of padding in the batches. --window and
+    --max-tokens measure length-balanced batches; with --max-tokens, --batch-size is ignored.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
+    size = batch_size if balance is None or balance.max_tokens is None else 1
     loader = DataLoader(
-        remote, batch_size, num_workers=num_workers, drop_last=drop_last, compression=compression, output="numpy",
+        remote, size, num_workers=num_workers, drop_last=drop_last, compression=compression, output="numpy",
         # with --shuffle, the loader rejects an iterable-style dataset
         shuffle=shuffle or None, seed=None if remote.iterable else secrets.randbits(63), rank=0, world_size=1,
+        balance=balance,
     )  # fmt: skip
     try:
         measured, diagnosis = Bench(loader, remote, seconds, step).run()
@@ -231,10 +238,12 @@ def peek(
     "--samples", default="first_exhausted", show_default=True, metavar="N",
     help="Samples in an epoch of the mixture: a number, first_exhausted or all_exhausted.",
 )  # fmt: skip
+@options.balance
 @click.pass_context
 def audit(
     ctx: click.Context, /, url: str | list[str], dataset: str | None, epoch: int, visits: tuple[str, ...],
-    weights: tuple[tuple[str, float], ...], samples: str, as_json: bool, trust_directory: bool, **loader: Any,
+    weights: tuple[tuple[str, float], ...], samples: str, as_json: bool, trust_directory: bool,
+    balance: LengthBalance | None, **loader: Any,
 ) -> None:  # fmt: skip
     """Count the visits of all ranks to each sample in an epoch.
 
@@ -246,6 +255,8 @@ def audit(
     weight.
     """
     if weights:
+        if balance is not None:
+            raise ValueError("--weight excludes --window, --max-tokens and --group")
         if dataset is not None:
             raise ValueError(
                 f"--weight excludes DATASET, got {dataset!r}: each source of a mixture has its own --weight"
@@ -267,8 +278,11 @@ def audit(
         raise TypeError(
             f"cannot audit dataset {remote.name!r}: the order of an iterable-style dataset is unknown before loading"
         )
-    spec = LoaderSpec(dataset=remote.name, **loader)
-    found = Coverage.of(audits.received(visits, len(remote)) if visits else audits.planned(spec, len(remote), epoch))
+    lengths = None if balance is None else remote.lengths()
+    parameters = None if balance is None else balance.spec(remote.info, loader["batch_size"], loader["world_size"])
+    spec = LoaderSpec(dataset=remote.name, balance=parameters, **loader)
+    counts = audits.received(visits, len(remote)) if visits else audits.planned(spec, len(remote), epoch, lengths)
+    found = Coverage.of(counts)
     audits.show(found, remote.name, spec, None if visits else epoch, as_json=as_json)
     if not found.exact:
         ctx.exit(EXIT_NEGATIVE)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, get_args
+from functools import wraps
+from typing import Any, Final, TypeVar, cast, get_args
 
 import click
 
 from teleloader.api.credentials import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from teleloader.balance import LengthBalance
 from teleloader.fleet.directory import SCHEMES
 from teleloader_shared.spec import Tail
 
@@ -87,6 +89,24 @@ def access(command: _Command) -> _Command:
             help=f"{text} Environment variable: {variable}.",
         )(command)
     return command
+
+
+def balance(command: _Command) -> _Command:
+    """Add the options of `LengthBalance` to a command, as its argument `balance`: None if no option is given."""
+
+    @wraps(command)
+    def with_balance(*args: Any, window: int | None, max_tokens: int | None, group: int | None, **others: Any) -> Any:
+        given = (window, max_tokens, group) != (None, None, None)
+        found = LengthBalance(window=window, max_tokens=max_tokens, group=group) if given else None
+        return command(*args, balance=found, **others)
+
+    for option, metavar, text in reversed((
+        ("--window", "N", "Balance batches by length, in windows of N samples (LengthBalance)."),
+        ("--max-tokens", "T", "Balance batches by length, with at most T tokens per batch, padding included."),
+        ("--group", "G", "With --max-tokens: number of successive batches of similar length."),
+    )):  # fmt: skip
+        with_balance = click.option(option, type=int, metavar=metavar, help=text)(with_balance)
+    return cast("_Command", with_balance)
 
 
 def batch_size(default: int) -> Callable[[_Command], _Command]:
