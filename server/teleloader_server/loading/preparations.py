@@ -56,6 +56,10 @@ class Preparations:
                 self._append(key, found)
         return found
 
+    def close(self) -> None:
+        """Close the file in this process."""
+        self._file.close()
+
     def _read(self, key: bytes) -> NDArray[np.int64] | None:
         file = self._file.fileno()
         end, place = os.fstat(file).st_size, 0

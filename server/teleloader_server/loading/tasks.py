@@ -98,7 +98,7 @@ class GroupReport(NamedTuple):
         samples, failed, stages, substituted, slowest, lengths, cache = zip(*reports, strict=True)
         found = [(place, each) for place, each in enumerate(substituted) if each is not None]
         times = list(zip(*stages, strict=True))
-        padding = [sum(each) for each in zip(*lengths, strict=True)]
+        padding = tuple(sum(each) for each in zip(*lengths, strict=True))
         return cls(samples, failed[-1], times, cpu_wait, found, slowest, padding, CacheCounts.sum(cache))
 
     def without(self, places: Container[int]) -> GroupReport:
