@@ -8,7 +8,7 @@ from typing import Any, Final
 from teleloader_shared.balance import BalanceSpec
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.messages import DatasetInfo
-from teleloader_shared.orders.plan import check_longest
+from teleloader_shared.orders.plan import check_limit
 from teleloader_shared.text import short
 
 DEFAULT_STEPS: Final = 64
@@ -76,10 +76,11 @@ class LengthBalance:
                 f"balance requires the lengths of the samples, and dataset {info.name!r} states none: define its "
                 "attribute sample_lengths, a 1-D integer array or the path of a .npy file"
             )
-        check_longest(self.max_tokens, info.longest or 0, info.longest_sample or 0)
         if self.max_tokens is None:
             group = batch_size * world_size
             return BalanceSpec(info.lengths, DEFAULT_STEPS * group if self.window is None else self.window, group)
         group = world_size if self.group is None else self.group
         window = -(-DEFAULT_WINDOW // group) * group if self.window is None else self.window
-        return BalanceSpec(info.lengths, window, group, self.max_tokens)
+        limited = BalanceSpec(info.lengths, window, group, self.max_tokens)
+        check_limit(limited, info.length or 0, info.longest or 0, info.longest_sample or 0)
+        return limited

@@ -189,4 +189,5 @@ class Start:
             stager=stager,
             transform=self.transform,
             max_errors=self.max_errors,
+            samples=None if length is None or not spec.has_token_batches else length // spec.world_size,
         )

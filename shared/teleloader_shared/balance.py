@@ -13,6 +13,8 @@ from teleloader_shared.text import short
 
 MAX_WINDOW: Final = 2**22
 """Maximum samples in a window; bounds the time to sort one to about a second."""
+MAX_WINDOWS: Final = 2**20
+"""Maximum windows in an epoch with `max_tokens`: the preparation stores 8 bytes per window."""
 MAX_TOKENS: Final = 2**40
 """Maximum length of a sample, and of a batch with its padding: products of lengths and counts fit into 64 bits."""
 _DIGEST: Final = re.compile("[0-9a-f]{32}")

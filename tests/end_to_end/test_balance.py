@@ -26,6 +26,7 @@ from teleloader import (
     Mixture,
     RemoteDataset,
     StateMismatch,
+    TooManyErrors,
 )
 from teleloader.testing import FakeServer
 from teleloader_server import serve
@@ -429,3 +430,23 @@ def test_check_compares_the_padding_of_both_orders(tmp_path: Path) -> None:
     )
     (report,) = json.loads(output_of(SERVER, "check", "--config", str(tmp_path / "server.toml"), "--json"))["datasets"]
     assert report["balanced_padding"] < 0.5 * report["padding"]
+
+
+def test_peek_shows_a_balanced_batch() -> None:
+    """``teleloader peek`` loads the batch that a loader with the same arguments gets."""
+    with hosted() as text:
+        loader = DataLoader(text, seed=7, shuffle=True, balance=LengthBalance(max_tokens=256))
+        command = ["peek", text.url, "text", "3", "--seed", "7", "--shuffle", "--max-tokens", "256", "--json"]
+        (part,) = json.loads(output_of(TOOLS, *command))["parts"]
+        indices = loader.plan(0)[3]
+        assert part["shape"] == [len(indices), LENGTHS[indices].max()]
+
+
+def test_the_limit_of_failed_samples_counts_the_samples_of_the_epoch() -> None:
+    """With max_tokens, a failure in a batch of few samples does not reduce the number of permitted failures."""
+    with hosted(Fragile()) as text:
+        options: dict[str, Any] = {"seed": 7, "shuffle": True, "on_error": "skip", "error_retries": 0}
+        balance = LengthBalance(max_tokens=256)
+        assert len(joined(received(DataLoader(text, max_errors=0.1, balance=balance, **options)))) == LENGTH * 9 // 10
+        with pytest.raises(TooManyErrors, match="of 300 samples"):
+            list(DataLoader(text, max_errors=0.09, balance=balance, **options))

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from teleloader_shared.balance import BalanceSpec
+from teleloader_shared.balance import MAX_WINDOWS, BalanceSpec
 from teleloader_shared.errors import DatasetChanged, InvalidSpec
 from teleloader_shared.lengths import Lengths, padding_fraction
 from teleloader_shared.orders.balance import prepared
-from teleloader_shared.orders.plan import Plan
+from teleloader_shared.orders.plan import Plan, check_limit
 from teleloader_shared.spec import LoaderSpec, Tail
 from tests.conftest import examples
 
@@ -225,6 +225,30 @@ def test_limited_batches_are_the_same_on_all_world_sizes(
             assert plan.first(k, count).tolist() == plan[k][:count].tolist()
 
 
+FACTORS = [(ranks, 12 // ranks) for ranks in (1, 2, 3, 4, 6, 12)]
+
+
+@given(LENGTHS, st.sampled_from(FACTORS), st.sampled_from(FACTORS), st.booleans(), st.data())
+@settings(max_examples=examples(200))
+def test_an_epoch_that_resumes_on_another_world_size_visits_each_sample_once(
+    lengths: Lengths, before: tuple[int, int], after: tuple[int, int], is_limited: bool, data: st.DataObject
+) -> None:
+    """At any place that is a step of both world sizes, the batches before and after it are an epoch."""
+
+    def listed(ranks: int, size: int) -> list[list[list[int]]]:
+        if is_limited:
+            return steps(limited(lengths, 60, group=12, windows=2, world_size=ranks, tail="uneven"), lengths)
+        return steps(fixed(lengths, size, ranks, tail="uneven"), lengths)
+
+    first, rest = listed(*before), listed(*after)
+    # a step has 12 samples of a fixed size, and a batch of each rank with a limit
+    common = math.lcm(before[0], after[0]) if is_limited else 1
+    place = data.draw(st.integers(0, len(first) * (before[0] if is_limited else 1) // common)) * common
+    done, skipped = (place // before[0], place // after[0]) if is_limited else (place, place)
+    seen = joined([batch for step in first[:done] + rest[skipped:] for batch in step])
+    assert sorted(seen) == list(range(len(lengths)))
+
+
 def test_the_number_of_batches_is_close_to_the_smallest_possible() -> None:
     """Padding and rounding to groups cost a few percent of the tokens."""
     values = np.random.default_rng(3).lognormal(5, 1, 50_000).astype(np.int64).clip(1, 4096)
@@ -247,6 +271,14 @@ def test_samples_longer_than_the_limit_are_named() -> None:
     lengths = Lengths([3, 99, 4], 3)
     with pytest.raises(InvalidSpec, match="sample 1 has length 99, more than max_tokens=50: increase max_tokens"):
         Plan(limited(lengths, 50), 3, 0, lengths)
+
+
+def test_the_number_of_windows_is_limited() -> None:
+    """The preparation of a huge dataset must not have one number per sample."""
+    balance = BalanceSpec("0" * 32, 8, 8, 100)
+    check_limit(balance, 8 * MAX_WINDOWS, 100, 0)
+    with pytest.raises(InvalidSpec, match="window=8 divides 8388609 samples into more than 1048576 windows"):
+        check_limit(balance, 8 * MAX_WINDOWS + 1, 100, 0)
 
 
 def test_a_batch_is_found_after_the_preparation_of_one_number_per_window() -> None:

@@ -18,6 +18,7 @@ from teleloader.cli.bench import show as show_bench
 from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
 from teleloader.mixture import Mixture
+from teleloader_shared.balance import BalanceSpec
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.orders.plan import Coverage
 from teleloader_shared.spec import LoaderSpec
@@ -192,10 +193,11 @@ def bench(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
     options.tail, options.as_json, options.trust_directory, options.access,
 )  # fmt: skip
+@options.balance
 @click.pass_context
 def peek(
     ctx: click.Context, /, url: str | list[str], dataset: str | None, batch: int, epoch: int, indices: list[int] | None,
-    debug: bool, as_json: bool, trust_directory: bool, **loader: Any,
+    debug: bool, as_json: bool, trust_directory: bool, balance: LengthBalance | None, **loader: Any,
 ) -> None:  # fmt: skip
     """Show the content of batch K (0 by default) of an epoch: paths, types, shapes and values.
 
@@ -213,11 +215,19 @@ def peek(
         session=secrets.token_hex(16) if own else None,
         in_process=debug,
         order="plan" if indices is None else "client",
+        balance=_parameters(balance, remote, **loader),
         **loader,
     )
     frame = remote.batch(spec, epoch, batch, indices)
     if not peeks.show(frame, remote, as_json=as_json):
         ctx.exit(EXIT_NEGATIVE)
+
+
+def _parameters(
+    balance: LengthBalance | None, remote: RemoteDataset, batch_size: int, world_size: int, **_: Any
+) -> BalanceSpec | None:
+    """Return the parameters of length-balanced batches in a loader spec."""
+    return None if balance is None else balance.spec(remote.info, batch_size, world_size)
 
 
 @teleloader.command()
@@ -279,8 +289,7 @@ def audit(
             f"cannot audit dataset {remote.name!r}: the order of an iterable-style dataset is unknown before loading"
         )
     lengths = None if balance is None else remote.lengths()
-    parameters = None if balance is None else balance.spec(remote.info, loader["batch_size"], loader["world_size"])
-    spec = LoaderSpec(dataset=remote.name, balance=parameters, **loader)
+    spec = LoaderSpec(dataset=remote.name, balance=_parameters(balance, remote, **loader), **loader)
     counts = audits.received(visits, len(remote)) if visits else audits.planned(spec, len(remote), epoch, lengths)
     found = Coverage.of(counts)
     audits.show(found, remote.name, spec, None if visits else epoch, as_json=as_json)

@@ -152,6 +152,8 @@ class Iteration:
     """Applied to each batch in the training loop's thread; None for no transform."""
     max_errors: float
     """Fraction of the samples of the epoch that may be skipped or replaced."""
+    samples: int | None
+    """Samples of the epoch on this rank; None if they follow from the number of batches."""
     # attributes instead of properties: next() reads them ten times for each batch
     reorder_buffer: ReorderBuffer | DirectReceiver = field(init=False)
     scheduler: RangeScheduler = field(init=False)
@@ -178,7 +180,7 @@ class Iteration:
         with suppress(TypeError):  # a sampler without a length
             batches = batches if self.batches is None else max(batches, len(self.batches))
         # not the length of this batch alone: the last one may be shorter
-        samples = batches * max(self.spec.batch_size or 1, substituted.samples)
+        samples = self.samples or batches * max(self.spec.batch_size or 1, substituted.samples)
         if errors <= max(1, int(self.max_errors * samples)) and self.max_errors > 0:
             return None
         last = substituted.substitutions[-1]

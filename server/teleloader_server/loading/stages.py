@@ -445,7 +445,7 @@ class Collate(Stage):
         if batch.task.spec.batch_of == "lengths":
             if batch.hosted.lengths is None:
                 raise RuntimeError(f"cannot load {batch.task.batch_id}: the dataset has no lengths")
-            batch.count, batch.content = len(batch.indices), batch.hosted.lengths.of(np.asarray(batch.indices))
+            batch.content = batch.hosted.lengths.of(np.asarray(batch.indices))
         elif batch.samples is None:
             batch.content = End(0 if batch.pass_ is None else batch.pass_.shard.samples, replica=not was_read())
         else:

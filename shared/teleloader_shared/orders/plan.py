@@ -24,6 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from teleloader_shared.balance import MAX_WINDOWS, BalanceSpec
 from teleloader_shared.errors import BatchOutOfRange, DatasetChanged, InvalidSpec
 from teleloader_shared.lengths import Lengths
 from teleloader_shared.orders.balance import StepOrder, token_batches
@@ -230,7 +231,7 @@ class Plan:
 
 
 def check_lengths(spec: LoaderSpec, length: int, lengths: Lengths | None) -> None:
-    """Check that lengths are those for which a loader was created, and that no sample exceeds `max_tokens`.
+    """Check that lengths are those for which a loader was created, and allow its `max_tokens`.
 
     Args:
         spec: Parameters of the loader; without `balance`, nothing is checked.
@@ -239,13 +240,13 @@ def check_lengths(spec: LoaderSpec, length: int, lengths: Lengths | None) -> Non
 
     Raises:
         DatasetChanged: If the lengths differ from those of the spec.
-        InvalidSpec: If a sample is longer than `max_tokens`.
+        InvalidSpec: If a sample is longer than `max_tokens`, or the window is too small.
     """
     if spec.balance is None or lengths is None:
         return
     if lengths.digest != spec.balance.lengths or len(lengths) != length:
         raise DatasetChanged(other_lengths(spec.dataset, lengths.digest, spec.balance.lengths))
-    check_longest(spec.balance.max_tokens, lengths.longest, lengths.longest_sample)
+    check_limit(spec.balance, length, lengths.longest, lengths.longest_sample)
 
 
 def other_lengths(dataset: str, found: str | None, required: str) -> str:
@@ -256,16 +257,28 @@ def other_lengths(dataset: str, found: str | None, required: str) -> str:
     )
 
 
-def check_longest(max_tokens: int | None, longest: int, sample: int) -> None:
-    """Check that the longest sample fits into a batch.
+def check_limit(balance: BalanceSpec, length: int, longest: int, sample: int) -> None:
+    """Check that each sample fits into a batch with `max_tokens`, and that the preparation is small.
+
+    Args:
+        balance: Parameters; without `max_tokens`, nothing is checked.
+        length: Number of samples in the dataset.
+        longest: Length of the longest sample.
+        sample: Index of the longest sample.
 
     Raises:
-        InvalidSpec: If it is longer than `max_tokens`.
+        InvalidSpec: If a sample is longer than `max_tokens`, or the window is too small.
     """
-    if max_tokens is not None and longest > max_tokens:
+    if balance.max_tokens is None:
+        return
+    if longest > balance.max_tokens:
         raise InvalidSpec(
-            f"sample {sample} has length {longest}, more than max_tokens={max_tokens}: increase max_tokens, or "
+            f"sample {sample} has length {longest}, more than max_tokens={balance.max_tokens}: increase max_tokens, or "
             "truncate or remove long samples in the dataset, and in its sample_lengths"
+        )
+    if length > balance.window * MAX_WINDOWS:
+        raise InvalidSpec(
+            f"window={balance.window} divides {length} samples into more than {MAX_WINDOWS} windows: increase window"
         )
 
 
