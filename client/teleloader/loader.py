@@ -672,7 +672,7 @@ class DataLoader(Generic[Batch]):
         if spec.mixture is not None:
             common["mixture"] = spec.mixture.digest
         if spec.balance is not None:
-            common["balance"] = spec.balance.digest
+            common["balance"] = spec.balance.identity
         return {"dataset": spec.fingerprint, "order": order.name, **common}
 
     def stats(self) -> LoaderStats:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -56,9 +54,9 @@ class BalanceSpec:
             )
 
     @property
-    def digest(self) -> str:
-        """Digest of all parameters as 16 hexadecimal digits; part of saved states."""
-        return hashlib.blake2b(json.dumps(self.to_json()).encode(), digest_size=8).hexdigest()
+    def identity(self) -> str:
+        """All parameters as a short text, which is part of saved states."""
+        return f"window={self.window}, group={self.group}, max_tokens={self.max_tokens}, lengths={self.lengths[:16]}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the parameters as a JSON object."""

@@ -174,7 +174,7 @@ def test_training_resumes_at_any_batch(mode: dict[str, Any]) -> None:
             for _ in range(place):
                 next(batches)
             state = loader.state_dict()
-            assert len(repr(state)) < 250
+            assert len(repr(state)) < 300
             resumed = DataLoader(text, **options)
             resumed.load_state_dict(state)
             assert received(resumed) == expected[place:]
@@ -241,7 +241,7 @@ def test_states_of_other_parameters_are_refused() -> None:
                 if place == other:
                     loader.load_state_dict(state)
                 else:
-                    with pytest.raises(StateMismatch, match="the state was saved with"):
+                    with pytest.raises(StateMismatch, match="the state was saved with balance = 'window="):
                         loader.load_state_dict(state)
         loader = DataLoader(text, seed=7, shuffle=True, **MODES[1])
         state = {**loader.state_dict(), "batches": 3}

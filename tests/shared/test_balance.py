@@ -367,7 +367,7 @@ def test_specs_survive_json() -> None:
         for change in ({"lengths": "0" * 32}, {"window": 64}, {"group": 4}, {"max_tokens": 10})
     ]
     keys = {replace(spec, balance=balance).key for balance in (spec.balance, *others)}
-    assert len(keys) == len({balance.digest for balance in (spec.balance, *others)}) == 5
+    assert len(keys) == len({balance.identity for balance in (spec.balance, *others)}) == 5
 
 
 @pytest.mark.parametrize(
