@@ -31,7 +31,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|contextlib|fractions|numpy|np|ray|torch|typing|datetime|pathlib)\..*"),
     # described with the argument
-    (r"py:class", "Batch|Compression|OnError|Output|StoppingStrategy|Tail|Transform|Weights"),
+    (r"py:class", "Batch|Compression|NDArray|OnError|Output|StoppingStrategy|Tail|Transform|Weights"),
 ]
 
 default_role = "literal"

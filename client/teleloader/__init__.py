@@ -9,9 +9,11 @@ for images, labels in loader: ...
 
 from __future__ import annotations
 
+from teleloader.balance import LengthBalance
 from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
 from teleloader.mixture import Mixture
+from teleloader.packing import Packing
 from teleloader.stats import LoaderStats
 from teleloader_shared.errors import (
     AccessDenied,
@@ -51,9 +53,11 @@ __all__ = [
     "EncodeError",
     "Forbidden",
     "InvalidSpec",
+    "LengthBalance",
     "LoaderStats",
     "LoaderTimeout",
     "Mixture",
+    "Packing",
     "ProtocolError",
     "RemoteDataset",
     "RemoteError",

@@ -16,6 +16,8 @@ from functools import partial
 from typing import Any, Final, SupportsIndex, TypeVar
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from teleloader.api.backoff import Backoff
 from teleloader.api.control import Server, Unreached
 from teleloader.api.credentials import Credentials
@@ -31,19 +33,25 @@ from teleloader_shared import local
 from teleloader_shared.codec import BatchId, Failure, Frame
 from teleloader_shared.errors import (
     DatasetChanged,
+    InvalidSpec,
     ProtocolError,
     ServerUnavailable,
     TeleloaderError,
     TlsError,
     UnknownDataset,
 )
+from teleloader_shared.lengths import Lengths
 from teleloader_shared.messages import PREVIEW, DatasetInfo, Registration
+from teleloader_shared.orders.plan import other_lengths
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.secret import Secret
 from teleloader_shared.spec import DEFAULT_COLLATE, LoaderSpec
 
 DEFAULT_RECONNECT_TIMEOUT: Final = 60.0
 DEFAULT_STALL_TIMEOUT: Final = 10.0
+
+_LENGTHS: Final = 2**18
+"""Lengths per batch of their download."""
 
 logger = logging.getLogger("teleloader")
 
@@ -129,6 +137,7 @@ class RemoteDataset:
         self.environment: str | None = None
         """Versions of libraries that all servers must have: those of most servers. None to accept any."""
         self._allow_mixed_environments = allow_mixed_environments
+        self._lengths: Lengths | None = None
         self._sample_pool: ConnectionPool | None = None
         """Connections for `__getitems__` to the server with which the samples' loader is registered; None without."""
         self._info = self._persistently(lambda: self._found(name))
@@ -296,6 +305,34 @@ class RemoteDataset:
             return frame
 
         return self._persistently(request)
+
+    def lengths(self) -> Lengths:
+        """Return the lengths of all samples, which are downloaded at the first call and kept.
+
+        Raises:
+            InvalidSpec: If the dataset states no lengths.
+            DatasetChanged: If they differ from those that the servers describe.
+        """
+        info = self.info
+        if self._lengths is None or self._lengths.digest != info.lengths:
+            self._lengths = self._download_lengths(info)
+        return self._lengths
+
+    def _download_lengths(self, info: DatasetInfo) -> Lengths:
+        if info.lengths is None:
+            raise InvalidSpec(f"dataset {info.name!r} states no lengths: define its attribute sample_lengths")
+        spec = LoaderSpec(dataset=info.name, batch_size=_LENGTHS, batch_of="lengths", fingerprint=info.fingerprint)
+        count = len(self)
+        values = np.empty(count, np.int64 if (info.longest or 0) >= 2**31 else np.int32)
+        for k in range(-(-count // _LENGTHS)):
+            frame = self.batch(spec, 0, k)
+            if isinstance(frame.content, Failure):
+                raise exception_of(frame.content, frame.batch_id, self.url)
+            values[k * _LENGTHS : (k + 1) * _LENGTHS] = np.asarray(frame.content)
+        found = Lengths(values, count)
+        if found.digest != info.lengths:
+            raise DatasetChanged(other_lengths(info.name, found.digest, info.lengths))
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._construction.reduce(self, RemoteDataset.__init__)

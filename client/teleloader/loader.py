@@ -21,12 +21,15 @@ from teleloader.arguments import (
     check,
     check_errors,
     check_iteration,
+    check_lengths_order,
     check_mesh,
     check_mixture,
     check_ranks,
+    check_token_batches,
     warn_of_pinning,
     warn_of_too_many_workers,
 )
+from teleloader.balance import LengthBalance
 from teleloader.construction import Construction
 from teleloader.fetch.channel import Channel
 from teleloader.fetch.direct import DirectDataset
@@ -38,6 +41,7 @@ from teleloader.iterations import NextEpoch, Start
 from teleloader.mesh import locate_process
 from teleloader.mixture import Mixture
 from teleloader.orders import Order, Orders, distributed_rank
+from teleloader.packing import Packing
 from teleloader.sampling import (
     PROCESS_GENERATORS,
     IndexLists,
@@ -64,11 +68,13 @@ DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
 _ORDERING: Final = (
     "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "seed", "rank", "world_size", "tail",
-    "mesh", "data_dims",
+    "balance", "packing", "mesh", "data_dims",
 )  # fmt: skip
 """Arguments that determine the order of the samples."""
-_FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
-"""Attributes that are read-only after construction, as in torch."""
+_FIXED: Final = (
+    "batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers", "balance", "packing",
+)  # fmt: skip
+"""Attributes that are read-only after construction, most of them as in torch."""
 
 _numbers = itertools.count()
 """Sequence numbers of the loaders in this process, part of their consumer names."""
@@ -150,6 +156,12 @@ class DataLoader(Generic[Batch]):
         tail: Division of a dataset whose length is not a multiple of `world_size`: ``"pad"`` (the default) repeats
             samples as torch's DistributedSampler does, ``"drop"`` omits the remainder, ``"uneven"`` gives some ranks
             one more sample.
+        balance: A `LengthBalance` for batches of samples of similar length, or of a limited number of tokens; requires
+            `seed`, and a dataset that states `sample_lengths`. With `max_tokens`, it excludes `batch_size` and
+            `drop_last`. None (the default) does not use lengths.
+        packing: A `Packing` for batches of token sequences that are packed from documents, the samples of the dataset;
+            requires `seed`, and a dataset that states `sample_lengths`. `batch_size`, `drop_last` and `tail` then
+            count sequences. Excludes `balance`, `collate_fn` and `on_error`. None (the default) does not pack.
         output: Library of the arrays: ``"torch"``, ``"numpy"`` or ``"jax"``. None (the default) is torch if it is
             installed, otherwise NumPy.
         checksum: Whether each batch has a checksum, by which damaged responses are detected and retried; True by
@@ -230,6 +242,8 @@ class DataLoader(Generic[Batch]):
         max_errors: float = 0.01,
         mesh: Any = None,
         data_dims: Sequence[str] | None = None,
+        balance: LengthBalance | None = None,
+        packing: Packing | None = None,
     ) -> None:
         self._construction = Construction(self, locals())
         self._remote = remote = find_dataset(dataset, num_workers)
@@ -254,6 +268,13 @@ class DataLoader(Generic[Batch]):
         mixture = dataset.spec if isinstance(dataset, Mixture) else None
         if mixture is not None:
             check_mixture(seed, sampler=user_sampler)
+        self.balance, self.packing = balance, packing
+        for name, given in (("balance", balance), ("packing", packing)):
+            if given is not None:
+                has_mixture = mixture is not None
+                check_lengths_order(name, seed, sampler=user_sampler, iterable=remote.iterable, mixture=has_mixture)
+        if balance is not None and balance.max_tokens is not None:
+            check_token_batches(batch_size, drop_last=drop_last)
         self._output: Output = choose_output(output)
         self.dataset, self.generator = dataset, generator
         self.num_workers, self.persistent_workers = num_workers, persistent_workers
@@ -280,6 +301,8 @@ class DataLoader(Generic[Batch]):
         self._distributed = rank is None and world_size is None and user_sampler is None
         self._user_sampler = user_sampler
         self._orders = self._make_orders(shuffle=bool(shuffle))
+        if balance is not None and balance.max_tokens is not None:
+            self.batch_size = None
         self._init_state()
         self._construction.end(self)
 
@@ -291,6 +314,7 @@ class DataLoader(Generic[Batch]):
         return Orders(
             self.dataset, (self.sampler, self.batch_sampler), self._user_sampler,
             iterable=iterable, seeded=self._seed is not None, may_repeat=self.worker_init_fn is None,
+            lengths=lambda: self._remote.lengths(),
         )  # fmt: skip
 
     def _make_samplers(self, *, shuffle: bool) -> tuple[Any, Any]:
@@ -349,10 +373,14 @@ class DataLoader(Generic[Batch]):
 
     @property
     def _spec_of_rank(self) -> LoaderSpec:
-        if not self._distributed:
-            return self._spec
-        rank, world_size = distributed_rank()
-        return replace(self._spec, rank=rank, world_size=world_size)
+        spec = self._spec
+        if self._distributed:
+            rank, world_size = distributed_rank()
+            spec = replace(spec, rank=rank, world_size=world_size)
+        if self.balance is not None:
+            balance = self.balance.spec(self._remote.info, spec.batch_size or 1, spec.world_size)
+            spec = replace(spec, balance=balance)
+        return spec if self.packing is None else replace(spec, packing=self.packing.spec(self._remote.info))
 
     @property
     def _order(self) -> Order:
@@ -361,7 +389,8 @@ class DataLoader(Generic[Batch]):
         return self._orders.choose(spec, as_torch=as_torch and self._seed is None)
 
     def __len__(self) -> int:
-        return self._order.length(self._spec_of_rank)
+        position = self._next if self._progress is None else self._progress.next
+        return self._order.length(self._spec_of_rank, position.epoch)
 
     @property
     def _divides_epoch(self) -> bool:
@@ -371,6 +400,8 @@ class DataLoader(Generic[Batch]):
     @property
     def _batched(self) -> bool:
         """True if samples are collated into batches."""
+        if self.balance is not None:
+            return True
         return self.batch_size is not None or self.batch_sampler is not None
 
     def plan(self, epoch: int) -> Plan:
@@ -395,7 +426,7 @@ class DataLoader(Generic[Batch]):
 
         Skipped samples are not counted, and replacements are (``on_error``). Batches are not counted if ``next()``
         raised an exception in their place. If the dataset's ``__getitems__`` returns fewer samples than indices, all
-        indices are counted.
+        indices are counted. With `packing`, the batches that contain tokens of a sample are counted.
 
         Batches before a restored position are counted as planned, without the failed samples and batches in this rank's
         state. After a resume, the counts are therefore only exact if each rank has restored its own state, with the
@@ -665,7 +696,7 @@ class DataLoader(Generic[Batch]):
         order, spec = self._order, self.spec
         position.check()
         identity, generators = self._identity(order, spec), self._random_state(order).save()
-        return state.save(position, identity, order.global_batch_size(spec), generators)
+        return state.save(position, identity, order.global_batch_size(spec), generators, _unit(spec))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position.
@@ -681,7 +712,9 @@ class DataLoader(Generic[Batch]):
                 of a global batch of this loader.
         """
         order, spec = self._order, self.spec
-        position, generators = state.load(state_dict, self._identity(order, spec), order.global_batch_size(spec))
+        position, generators = state.load(
+            state_dict, self._identity(order, spec), order.global_batch_size(spec), _unit(spec)
+        )
         order.resume(position)
         self._random_state(order).restore(generators)
         self._next = position
@@ -701,6 +734,10 @@ class DataLoader(Generic[Batch]):
         common = {name: values[name] for name in order.identity}
         if spec.mixture is not None:
             common["mixture"] = spec.mixture.digest
+        if spec.balance is not None:
+            common["balance"] = spec.balance.identity
+        if spec.packing is not None:
+            common["packing"] = spec.packing.identity
         return {"dataset": spec.fingerprint, "order": order.name, **common}
 
     def stats(self) -> LoaderStats:
@@ -716,7 +753,15 @@ class DataLoader(Generic[Batch]):
     def __repr__(self) -> str:
         spec = self.spec
         ranks = f", rank={spec.rank}, world_size={spec.world_size}, tail={spec.tail!r}" if spec.world_size > 1 else ""
+        given = [f", {name}={value!r}" for name in ("balance", "packing") if (value := getattr(self, name)) is not None]
         return (
             f"DataLoader({self.dataset!r}, batch_size={self.batch_size}, shuffle={spec.shuffle}, "
-            f"drop_last={spec.drop_last}, seed={self._seed}{ranks})"
+            f"drop_last={spec.drop_last}, seed={self._seed}{ranks}{''.join(given)})"
         )
+
+
+def _unit(spec: LoaderSpec) -> str:
+    """Return the unit in which states count the position of all ranks."""
+    if spec.packing is not None:
+        return "sequences"
+    return "batches" if spec.has_token_batches else "samples"

@@ -107,6 +107,7 @@ class RemoteMixture(RemoteDataset):
             first.reconnect_timeout,
         )
         self._info = self.info
+        self._lengths = None
 
     @property
     def info(self) -> DatasetInfo:

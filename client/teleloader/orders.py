@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from teleloader.fetch.length_check import LengthCheck
 from teleloader.sampling import IndexLists, ShownSamplers, end_epoch, initial_state, is_torchs_own
 from teleloader.state import Position
+from teleloader_shared.lengths import Lengths
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
@@ -43,8 +44,8 @@ class Order(ABC):
         return self.has_plan
 
     @abstractmethod
-    def length(self, spec: LoaderSpec) -> int:
-        """Return the number of batches per epoch, for ``len(loader)``.
+    def length(self, spec: LoaderSpec, epoch: int) -> int:
+        """Return the number of batches of an epoch, for ``len(loader)``.
 
         Raises:
             TypeError: If the dataset or the sampler has no length.
@@ -82,7 +83,13 @@ class Order(ABC):
         return replace(spec, seed=base_seed)
 
     def global_batch_size(self, spec: LoaderSpec) -> int | None:
-        """Return the number of samples per batch, summed over all ranks, or None if saved positions count batches."""
+        """Return the number of samples per step of all ranks, or None if saved positions count batches of this rank.
+
+        With `max_tokens`, the number of batches per step: saved positions count the batches of all ranks. With
+        `packing`, the number of sequences per step.
+        """
+        if spec.has_token_batches:
+            return spec.world_size
         return (spec.batch_size or 1) * spec.world_size if self.has_plan else None
 
     def initial(self, position: Position) -> Position:
@@ -112,6 +119,7 @@ class PlanOrder(Order):
     Args:
         dataset: Dataset with a length.
         seeded: Whether the `seed` argument was given.
+        lengths: Function that returns the lengths of the samples; called only for orders that depend on them.
     """
 
     name = "plan"
@@ -119,22 +127,29 @@ class PlanOrder(Order):
     identity = ("seed", "shuffle")
     has_plan = True
 
-    def __init__(self, dataset: Sized, *, seeded: bool) -> None:
+    def __init__(self, dataset: Sized, *, seeded: bool, lengths: Callable[[], Lengths]) -> None:
         self._dataset = dataset
         self._seeded = seeded
+        self._lengths = lengths
 
-    def length(self, spec: LoaderSpec) -> int:
-        """Return the number of batches per epoch on this rank."""
-        return len(self.plan(spec, 0))
+    def length(self, spec: LoaderSpec, epoch: int) -> int:
+        """Return the number of batches of the epoch on this rank; epochs differ only with `max_tokens` or `packing`."""
+        return self._batches(spec, epoch, None)
 
     def plan(self, spec: LoaderSpec, epoch: int, length: int | None = None) -> Plan:
         """Return the plan with the sample indices of each batch in an epoch."""
-        return Plan(spec, len(self._dataset) if length is None else length, epoch)
+        lengths = None if spec.required_lengths is None else self._lengths()
+        return Plan(spec, len(self._dataset) if length is None else length, epoch, lengths)
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, int]:
         """Return the batch count of this rank and the maximum batch count of all ranks."""
         # with tail="uneven", rank 0 has the most batches
-        return len(self.plan(spec, epoch, length)), len(self.plan(replace(spec, rank=0), epoch, length))
+        return self._batches(spec, epoch, length), self._batches(replace(spec, rank=0), epoch, length)
+
+    def _batches(self, spec: LoaderSpec, epoch: int, length: int | None) -> int:
+        if spec.is_prepared:
+            return len(self.plan(spec, epoch, length))
+        return len(Plan(spec, len(self._dataset) if length is None else length, epoch))
 
     def batches(self, stop: int) -> Sized:
         """Return the range of batch numbers, which provides ``len()`` of the iterator."""
@@ -174,7 +189,7 @@ class SamplerOrder(Order):
         """
         return is_torchs_own(self._sampler)
 
-    def length(self, spec: LoaderSpec) -> int:
+    def length(self, spec: LoaderSpec, epoch: int) -> int:
         """Return the length of the sampler, which is the number of batches per epoch."""
         return len(self._sampler)
 
@@ -222,7 +237,7 @@ class StreamOrder(Order):
         self._reported: int | None = None
         """``len(dataset)`` when ``len(loader)`` was last called."""
 
-    def length(self, spec: LoaderSpec) -> int:
+    def length(self, spec: LoaderSpec, epoch: int) -> int:
         """Return the number of batches for ``len(dataset)`` samples, computed as in torch."""
         length = self._reported = len(self._dataset)
         size = spec.batch_size or 1
@@ -248,6 +263,7 @@ class Orders:
         iterable: Whether the dataset is iterable-style.
         seeded: Whether the `seed` argument was given.
         may_repeat: See `StreamOrder`.
+        lengths: See `PlanOrder`.
     """
 
     def __init__(
@@ -259,11 +275,12 @@ class Orders:
         iterable: bool,
         seeded: bool,
         may_repeat: bool,
+        lengths: Callable[[], Lengths],
     ) -> None:
         sampler, batch_sampler = samplers
         index_sampler = sampler if batch_sampler is None else batch_sampler
         self._drawn = SamplerOrder(index_sampler, user_sampler, batched=batch_sampler is not None)
-        self._plan = PlanOrder(dataset, seeded=seeded)
+        self._plan = PlanOrder(dataset, seeded=seeded, lengths=lengths)
         self._fixed: Order | None = None if user_sampler is None else self._drawn
         if iterable:
             self._fixed = StreamOrder(dataset, may_repeat=may_repeat)

@@ -17,6 +17,10 @@ Substituted = tuple[int | str | None, int | str | None]
 """Index of a failed sample, and of the sample in its place; see `codec.Substitution`."""
 
 
+_OF_LENGTHS: Final = ("balance", "packing")
+"""Values of orders that depend on lengths; states of other orders do not contain them."""
+
+
 class Position(NamedTuple):
     """Position of a loader: epoch, batch, and the states that the next ``iter()`` resumes from."""
 
@@ -50,7 +54,11 @@ class Position(NamedTuple):
 
 
 def save(
-    position: Position, identity: Mapping[str, Any], global_batch_size: int | None, generators: Mapping[str, Any]
+    position: Position,
+    identity: Mapping[str, Any],
+    global_batch_size: int | None,
+    generators: Mapping[str, Any],
+    unit: str = "samples",
 ) -> dict[str, Any]:
     """Return the ``state_dict`` of a loader, as JSON values.
 
@@ -60,6 +68,7 @@ def save(
         global_batch_size: In seeded order, the samples per batch of all ranks together: the position is saved in
             samples, so that it is valid for another number of ranks. None saves it in batches.
         generators: Current states of the random generators from which later epochs are drawn.
+        unit: What `global_batch_size` counts: ``samples``, ``sequences`` or ``batches``.
     """
     state = {"version": STATE_VERSION, "epoch": position.epoch, **identity}
     if position.base_seed is not None:
@@ -71,7 +80,7 @@ def save(
     if position.failed_batches:
         state["failed_batches"] = list(position.failed_batches)
     if global_batch_size is not None:
-        return {**state, "samples": position.batch * global_batch_size}
+        return {**state, unit: position.batch * global_batch_size}
     if position.shard_states is not None:
         state["shard_states"] = list(position.shard_states)
     if position.sampler is not None:
@@ -80,7 +89,7 @@ def save(
 
 
 def load(
-    state: object, identity: Mapping[str, Any], global_batch_size: int | None
+    state: object, identity: Mapping[str, Any], global_batch_size: int | None, unit: str = "samples"
 ) -> tuple[Position, Mapping[str, Any]]:
     """Validate a ``state_dict``; return its position and the random generator states for later epochs.
 
@@ -90,13 +99,14 @@ def load(
     """
     if not isinstance(state, dict) or "epoch" not in state:
         raise StateMismatch(f"invalid state {short(state)}: expected a result of state_dict()")
-    for name, value in {"version": STATE_VERSION, **identity}.items():
+    absent = {name: None for name in _OF_LENGTHS if name not in identity}
+    for name, value in {"version": STATE_VERSION, **identity, **absent}.items():
         if state.get(name) != value:
             raise StateMismatch(
                 f"the state was saved with {name} = {short(state.get(name))}, but this loader has {value!r}: resume "
                 "with the arguments and the data of the loader that saved the state, or start a new run"
             )
-    epoch, batch = _epoch_and_batch(state, global_batch_size)
+    epoch, batch = _epoch_and_batch(state, global_batch_size, unit)
     shard_states = _optional(state, "shard_states", list | tuple)
     position = Position(
         epoch,
@@ -111,8 +121,8 @@ def load(
     return position, _optional(state, "generators", dict) or {}
 
 
-def _epoch_and_batch(state: Mapping[str, Any], global_batch_size: int | None) -> tuple[int, int]:
-    unit = "batch" if global_batch_size is None else "samples"
+def _epoch_and_batch(state: Mapping[str, Any], global_batch_size: int | None, unit: str) -> tuple[int, int]:
+    unit = "batch" if global_batch_size is None else unit
     epoch, count = state["epoch"], state.get(unit)
     if not isinstance(epoch, int) or not isinstance(count, int) or epoch < 0 or count < 0:
         raise StateMismatch(
@@ -120,9 +130,14 @@ def _epoch_and_batch(state: Mapping[str, Any], global_batch_size: int | None) ->
             "state_dict(), with non-negative integers"
         )
     batch, rest = divmod(count, global_batch_size or 1)
+    if rest and unit == "batches":
+        raise StateMismatch(
+            f"the state was saved after {count} batches of all ranks, which is not a multiple of this loader's "
+            f"world_size = {global_batch_size}: choose a world_size that divides {count}"
+        )
     if rest:
         raise StateMismatch(
-            f"the state was saved after {count} samples, which is not a multiple of this loader's batch_size * "
+            f"the state was saved after {count} {unit}, which is not a multiple of this loader's batch_size * "
             f"world_size = {global_batch_size}: choose batch_size and world_size whose product divides {count}"
         )
     return epoch, batch

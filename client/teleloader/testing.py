@@ -164,7 +164,7 @@ class _InProcessServer(BatchServer):
         is_planned = info.kind == "map" and spec.order == "plan"
         return Registration(
             key=key,
-            batches=len(Plan(spec, info.length or 0, 0)) if is_planned else None,
+            batches=len(Plan(spec, info.length or 0, 0)) if is_planned and not spec.is_prepared else None,
             length=info.length,
             fingerprint=info.fingerprint,
             num_workers=spec.shards,

@@ -103,7 +103,7 @@ class DatasetInfo:
     version: str
     """Version of the data, as configured by the operator; "" by default."""
     fingerprint: str
-    """Digest of name, kind, length, version, collate function and seeding."""
+    """Digest of name, kind, length, version, collate function, seeding, and lengths of the samples."""
     collate: str
     """Default collate function: ``default`` or ``module:function``."""
     worker_init: str | None
@@ -118,6 +118,12 @@ class DatasetInfo:
     """Ports of all servers that the server's supervisor runs on this machine; None for a single server."""
     environment: str | None = None
     """Versions of the server's libraries that determine the bits of batches; None if unknown."""
+    lengths: str | None = None
+    """Digest of the lengths of the samples (`sample_lengths` of the dataset); None if the dataset has none."""
+    longest: int | None = None
+    """Length of the longest sample; None without lengths."""
+    longest_sample: int | None = None
+    """Index of the longest sample; None without lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,8 @@ class Registration:
     key: str
     """Identifier of the loader in URL paths (`LoaderSpec.key`); equal specs have equal keys on every server."""
     batches: int | None
-    """Batches in an epoch; None if a client-side sampler or an iterable-style dataset determines the number."""
+    """Batches in an epoch; None if a client-side sampler, an iterable-style dataset or `max_tokens` determines the
+    number."""
     length: int | None
     """Samples in the dataset; None if it has no ``__len__``."""
     fingerprint: str

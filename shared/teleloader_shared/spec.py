@@ -10,7 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
+from teleloader_shared.balance import BalanceSpec
 from teleloader_shared.errors import InvalidSpec
+from teleloader_shared.packing import PackingSpec
 from teleloader_shared.units import counted
 from teleloader_shared.weights import MixtureSpec
 
@@ -18,6 +20,7 @@ Tail = Literal["pad", "drop", "uneven"]
 Compression = Literal["zstd", "lz4"]
 Order = Literal["plan", "client"]
 OnError = Literal["raise", "skip", "replace"]
+BatchOf = Literal["samples", "lengths"]
 
 DEFAULT_COLLATE: Final = "default"
 """Name of the built-in collate function: torch's ``default_collate``, and ``default_convert`` for single samples."""
@@ -27,6 +30,8 @@ MAX_EPOCH: Final = 2**62
 MAX_PRIVATE_WORKERS: Final = 1024
 MAX_NAME: Final = 512
 MAX_ERROR_RETRIES: Final = 100
+MAX_PACKED_TOKENS: Final = 2**31 - 1
+"""Maximum tokens in a batch of packed sequences: offsets are int32, as kernels for variable lengths require."""
 MAX_STATES: Final = 768 * 1024
 """Maximum total length of the states of all shards, in characters, divided equally among the shards: the states are
 part of the registration request, which is limited to `max_spec_bytes` (1 MiB by default)."""
@@ -69,6 +74,14 @@ class LoaderSpec:
     mixture: MixtureSpec | None = None
     """Hosted datasets from which the samples of each batch come, and their weights; None for a single dataset. In JSON
     an object (`MixtureSpec.to_json`)."""
+    balance: BalanceSpec | None = None
+    """Parameters of length-balanced batches; None for batches of the epoch's order. In JSON an object
+    (`BalanceSpec.to_json`)."""
+    packing: PackingSpec | None = None
+    """Parameters of packed sequences, of which batches then consist; None for batches of samples. In JSON an object
+    (`PackingSpec.to_json`)."""
+    batch_of: BatchOf = "samples"
+    """Content of the batches: ``samples``, or the ``lengths`` of the samples as an int64 array."""
     checksum: bool = True
     """True to send a checksum of the content in each frame."""
     compression: Compression | None = None
@@ -127,10 +140,13 @@ class LoaderSpec:
                 f"delivered must be null or a string of up to {MAX_STATES:,} characters, got {_shown(self.delivered)}"
             )
         self._check_mixture()
+        self._check_balance()
+        self._check_packing()
         self._check_session()
         _choice("tail", self.tail, get_args(Tail))
         _choice("compression", self.compression, (None, *get_args(Compression)))
         _choice("on_error", self.on_error, get_args(OnError))
+        _choice("batch_of", self.batch_of, get_args(BatchOf))
         _whole("error_retries", self.error_retries, 0, MAX_ERROR_RETRIES)
         if self.on_error == "skip" and self.batch_size is None:
             raise InvalidSpec('on_error="skip" requires batch_size: set batch_size, or on_error="replace"')
@@ -143,6 +159,64 @@ class LoaderSpec:
             raise InvalidSpec("mixture excludes order=client: the weights determine the order. Remove either of them")
         if given is not None and self.worker_init is not None:
             raise InvalidSpec("mixture excludes worker_init: each source has its own. Remove worker_init")
+
+    def _check_balance(self) -> None:
+        given: Any = self.balance
+        if given is None:
+            return
+        if not isinstance(given, BalanceSpec):
+            object.__setattr__(self, "balance", given := BalanceSpec.from_json(given))
+        if self.order == "client" or self.mixture is not None:
+            other = "order=client" if self.order == "client" else "mixture"
+            raise InvalidSpec(f"balance excludes {other}, which determines the batches. Remove either of them")
+        if self.batch_size is None:
+            raise InvalidSpec("balance requires batches, got batch_size=null: set batch_size or max_tokens")
+        if given.max_tokens is not None and (self.batch_size != 1 or self.drop_last):
+            raise InvalidSpec(
+                f"max_tokens of balance excludes batch_size and drop_last, got batch_size={self.batch_size} and "
+                f"drop_last={json.dumps(self.drop_last)}: max_tokens determines the sizes of the batches"
+            )
+        if given.max_tokens is None and given.group != self.batch_size * self.world_size:
+            raise InvalidSpec(
+                f"group of balance must be batch_size * world_size = {self.batch_size * self.world_size} without "
+                f"max_tokens, got {given.group}"
+            )
+
+    def _check_packing(self) -> None:
+        given: Any = self.packing
+        if given is None:
+            return
+        if not isinstance(given, PackingSpec):
+            object.__setattr__(self, "packing", given := PackingSpec.from_json(given))
+        excluded = {
+            "order=client": self.order == "client", "mixture": self.mixture is not None,
+            "balance": self.balance is not None, "collate": self.collate is not None,
+            f"on_error={self.on_error}": self.on_error != "raise",
+        }  # fmt: skip
+        for name, is_given in excluded.items():
+            if is_given:
+                raise InvalidSpec(f"packing excludes {name}: {_EXCLUDED_BY_PACKING[name.partition('=')[0]]}")
+        if self.batch_size is None or self.batch_size * given.sequence_length > MAX_PACKED_TOKENS:
+            raise InvalidSpec(
+                f"packing requires batch_size * sequence_length in [1, {MAX_PACKED_TOKENS}], got "
+                f"batch_size={json.dumps(self.batch_size)} and sequence_length={given.sequence_length}"
+            )
+
+    @property
+    def required_lengths(self) -> str | None:
+        """Digest of the lengths of the samples that determine the batches; None if lengths do not determine them."""
+        of_lengths = self.balance or self.packing
+        return None if of_lengths is None else of_lengths.lengths
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if the number of batches depends on the lengths of the samples, so that each epoch is prepared."""
+        return self.packing is not None or self.has_token_batches
+
+    @property
+    def has_token_batches(self) -> bool:
+        """True if batches have a limit of tokens, and not a fixed number of samples."""
+        return self.balance is not None and self.balance.max_tokens is not None
 
     def _check_session(self) -> None:
         for name in ("collate", "worker_init", "session"):
@@ -205,7 +279,10 @@ class LoaderSpec:
         """
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         fields = {name: value for name, (value, default) in values.items() if value != default}
-        return fields if self.mixture is None else {**fields, "mixture": self.mixture.to_json()}
+        for name in ("mixture", "balance", "packing"):
+            if name in fields:
+                fields[name] = fields[name].to_json()
+        return fields
 
     def canonical(self) -> bytes:
         """Return the canonical JSON encoding: sorted names, no whitespace, without default values and `delivered`."""
@@ -221,6 +298,13 @@ class LoaderSpec:
 
 _RECORD_BYTES: Final = 2048
 """Estimated memory of a spec without its strings, and of the server's record of the loader, in bytes."""
+_EXCLUDED_BY_PACKING: Final = {
+    "order": "the lengths determine the batches. Remove the sampler",
+    "mixture": "the weights determine the batches. Remove either of them",
+    "balance": "both determine the batches. Remove either of them",
+    "collate": "the documents are packed in its place. Remove collate_fn, and tokenize the documents in the dataset",
+    "on_error": 'another document has another length. Use on_error="raise", and handle the exception in the dataset',
+}
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 

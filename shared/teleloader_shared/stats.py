@@ -214,6 +214,13 @@ class DatasetStats:
     """Batches that were started before others because they contain slow samples."""
     batches_backed_up: int = 0
     """Batches that a second worker computed, too, because the first one took unusually long."""
+    tokens: int = 0
+    """Sum of the lengths of the samples in computed batches (`sample_lengths` of the dataset)."""
+    tokens_padded: int = 0
+    """Sum of (samples x longest sample) over computed batches: their size after padding, in the unit of the lengths.
+    With packed sequences, their total size."""
+    padding_fraction: float | None = None
+    """Fraction of padding in computed batches, 1 - tokens / tokens_padded; None without lengths."""
 
 
 @dataclass(frozen=True, slots=True)

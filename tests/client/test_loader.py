@@ -186,7 +186,8 @@ def test_what_is_exported() -> None:
     """The list of public names changes only deliberately."""
     assert set(teleloader.__all__) == {
         "AccessDenied", "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged",
-        "DecodeError", "EncodeError", "Forbidden", "InvalidSpec", "LoaderStats", "LoaderTimeout", "Mixture",
+        "DecodeError", "EncodeError", "Forbidden", "InvalidSpec", "LengthBalance", "LoaderStats", "LoaderTimeout",
+        "Mixture", "Packing",
         "ProtocolError", "RemoteDataset", "RemoteError", "ServerUnavailable", "StateMismatch", "TeleloaderError",
         "TlsError",
         "TooManyErrors", "Unauthorized", "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import re
 import runpy
 
 import pytest
@@ -31,6 +32,28 @@ def test_a_mixture_of_two_sources() -> None:
     assert "interrupted after 60 batches" in printed
     assert "batches 0 to 79: 800 of 4000 samples are code, 10 to 10 per batch" in printed
     assert "batches 80 to 159: 2000 of 4000 samples are code, 25 to 25 per batch" in printed
+
+
+def test_batches_of_similar_length() -> None:
+    """Balanced batches have little padding, no batch exceeds the limit, and a resumed epoch has the remaining texts."""
+    need("torch")
+    printed = run_example("examples/length_balancing.py")
+    padding = [int(share) for share in re.findall(r"(\d+)% padding", printed)]
+    assert padding[0] > 70
+    assert max(padding[1:]) < 10
+    assert int(re.findall(r"at most (\d+) tokens", printed)[2]) <= 8192
+    before, after = re.findall(r"(\d+) texts before the interruption, (\d+) after", printed)[0]
+    assert int(before) + int(after) == 4000
+
+
+def test_packed_sequences() -> None:
+    """Packed sequences have little padding, the model learns, and a resumed epoch has the remaining sequences."""
+    need("torch")
+    printed = run_example("examples/packing.py")
+    padding, first, last = map(float, re.findall(r"([\d.]+)% padding, loss ([\d.]+) to ([\d.]+)", printed)[0])
+    assert padding < 2
+    assert last < first / 2
+    assert "epoch 1: 4 of " in printed
 
 
 def test_torch_decides_the_order_of_a_plain_loop(start_server: StartServer) -> None:

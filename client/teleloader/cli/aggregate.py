@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ErrorCount, Latency, ServerStats, Stats
 
 MAX_SLOWEST: Final = 5
@@ -99,6 +100,9 @@ def _of_datasets(parts: Sequence[DatasetStats]) -> DatasetStats:
         samples_slow=sum(part.samples_slow for part in parts),
         batches_early=sum(part.batches_early for part in parts),
         batches_backed_up=sum(part.batches_backed_up for part in parts),
+        tokens=(tokens := sum(part.tokens for part in parts)),
+        tokens_padded=(padded := sum(part.tokens_padded for part in parts)),
+        padding_fraction=padding_fraction(tokens, padded),
     )
 
 

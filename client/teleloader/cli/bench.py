@@ -17,6 +17,8 @@ from teleloader.dataset import RemoteDataset, consumers_prefix
 from teleloader.loader import DataLoader
 from teleloader.transport.interface import BatchServer
 from teleloader_shared.errors import ServerUnavailable, TeleloaderError
+from teleloader_shared.lengths import padding_of
+from teleloader_shared.orders.packing import audit_tokens
 from teleloader_shared.stats import ConsumerStats, Diagnosis, Stats
 from teleloader_shared.text import printable
 from teleloader_shared.tree import ArrayLeaf, flatten
@@ -28,6 +30,8 @@ SHOWN_EVERY: Final = 0.2
 """Seconds between updates of the progress bar."""
 IDLE_GRACE_S: Final = 2.0
 """Time after a consumer's latest request during which the consumer counts as active, in seconds."""
+PADDED_BATCHES: Final = 4096
+"""Maximum number of batches for which the padding is computed."""
 DIAGNOSIS_AFTER: Final = 3
 """Seconds of loading that a diagnosis requires: the server samples the rates of a consumer once a second."""
 
@@ -59,6 +63,8 @@ class Measured:
     workers: int | None = None
     """Number of workers, if they were the bottleneck and served no other active consumer; else None."""
     servers: int = 1
+    padding_fraction: float | None = None
+    """Fraction of padding in the batches, 1 - sum of lengths / (samples x longest sample); None without lengths."""
 
     @property
     def batches_per_second(self) -> float:
@@ -143,6 +149,7 @@ class Bench:
             dataset=self._name, step=self._step, seconds=taken, batches=len(waits), samples=self._samples,
             batch_bytes=self._nbytes / len(waits), first_batch=first, waited=float(waits.sum()),
             wait_p50=p50, wait_p95=p95, wait_max=float(waits.max()), workers=workers, servers=len(servers),
+            padding_fraction=self._padding(),
         )  # fmt: skip
         return measured, diagnosis
 
@@ -168,6 +175,16 @@ class Bench:
         arrays = [leaf.array for leaf in leaves if isinstance(leaf, ArrayLeaf)]
         self._nbytes += sum(array.nbytes for array in arrays)
         self._samples += next((len(array) for array in arrays if array.ndim), self._loader.batch_size or 1)
+
+    def _padding(self) -> float | None:
+        if self._remote.info.lengths is None:
+            return None
+        plan = self._loader.plan(0)
+        numbers = range(min(len(plan), 1 + len(self._waits), PADDED_BATCHES))
+        if (packing := self._loader.spec.packing) is not None:
+            batches = (plan.pieces(k) for k in numbers)
+            return audit_tokens(batches, self._remote.lengths(), packing.sequence_length).padding_fraction
+        return padding_of((plan[k] for k in numbers), self._remote.lengths())
 
     def _with_progress(self, began: float) -> Iterator[float]:
         """Yield the seconds since `began` repeatedly, and update the progress bar."""
@@ -234,6 +251,8 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
     ]  # fmt: skip
     if measured.samples_per_second_of_a_worker is not None:
         rows.insert(2, ("per worker", f"{number(measured.samples_per_second_of_a_worker)} samples/s"))
+    if measured.padding_fraction is not None:
+        rows.append(("padding", f"{share(measured.padding_fraction)} of the padded batches"))
     for name, value in rows:
         console.print(Text(f"{name:<18} {value}"))
     if diagnosis is not None and diagnosis.bottleneck == "unknown" and measured.seconds < DIAGNOSIS_AFTER:

@@ -24,7 +24,8 @@ from teleloader.tensors.memory import HostBuffers, pageable_memory
 from teleloader.tensors.output import Output, has_leaves, map_leaves
 from teleloader_shared import dtypes
 from teleloader_shared.codec import BatchId, End, Frame, Substituted
-from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.errors import InvalidSpec, TeleloaderError
+from teleloader_shared.lengths import Lengths
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
@@ -80,6 +81,10 @@ class Loader(Protocol):
     def info(self) -> DatasetInfo:
         """Current dataset description."""
 
+    @property
+    def lengths(self) -> Lengths | None:
+        """Current lengths of the samples; None if the dataset states none."""
+
     def beginning(self, epoch: int) -> str | None:
         """Return the dataset's state for resuming at the start of `epoch`, or None if the dataset has no state."""
 
@@ -122,6 +127,17 @@ class DirectDataset:
     def info(self) -> DatasetInfo:
         """Current dataset description."""
         return self.loader.info
+
+    def lengths(self) -> Lengths:
+        """Return the lengths of the samples.
+
+        Raises:
+            InvalidSpec: If the dataset states no lengths.
+        """
+        found = self.loader.lengths
+        if found is None:
+            raise InvalidSpec(f"dataset {self.name!r} states no lengths: define its attribute sample_lengths")
+        return found
 
     def at_beginning(self, position: Position) -> Position:
         """Add the current state of a stateful dataset to a start-of-epoch position; return others unchanged."""
@@ -179,7 +195,9 @@ class DirectReceiver:
         self._epoch = dataset.loader.begin(spec, epoch, seeded=seeded, torch=output == "torch")
         self._batch_id = BatchId(spec.key, epoch, 0)
         self._plan = plan
-        self._convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
+        is_torchs = output == "torch" and spec.collate is None and spec.packing is None
+        self._convert = _converter(output, walk=not is_torchs, pinned=pinned)
+        self._packs = spec.packing is not None
         self._iterable = dataset.iterable
         self._lists: dict[int, Any] = {}
         """Index lists of a client-side sampler for batches that the training loop has not received, by batch number."""
@@ -272,7 +290,7 @@ class DirectReceiver:
         return Frame(batch_id, content, 0, 0, state, substituted=substituted)
 
     def _indices(self, number: int) -> Any:
-        if self._iterable:
+        if self._iterable or self._packs:  # packing determines the indices, which are no samples of the batch
             return ()
         return self._lists[number] if self._plan is None else self._plan[number]
 

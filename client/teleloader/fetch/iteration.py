@@ -153,6 +153,8 @@ class Iteration:
     """Applied to each batch in the training loop's thread; None for no transform."""
     max_errors: float
     """Fraction of the samples of the epoch that may be skipped or replaced."""
+    samples: int | None
+    """Samples of the epoch on this rank; None if they follow from the number of batches."""
     next_epoch: Callable[[], Callable[[int, float], object] | None] | None = None
     """Weak reference to the function that prefetches the next epoch, given number and bytes of the batches that the
     training loop has not received; None for no prefetching."""
@@ -182,7 +184,7 @@ class Iteration:
         with suppress(TypeError):  # a sampler without a length
             batches = batches if self.batches is None else max(batches, len(self.batches))
         # not the length of this batch alone: the last one may be shorter
-        samples = batches * max(self.spec.batch_size or 1, substituted.samples)
+        samples = self.samples or batches * max(self.spec.batch_size or 1, substituted.samples)
         if errors <= max(1, int(self.max_errors * samples)) and self.max_errors > 0:
             return None
         last = substituted.substitutions[-1]

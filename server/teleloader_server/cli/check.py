@@ -18,7 +18,7 @@ from teleloader_server.config import DatasetConfig
 from teleloader_server.limits import Limits
 from teleloader_shared.stats import Latency
 from teleloader_shared.summary import Part
-from teleloader_shared.units import counted, number, seconds, size
+from teleloader_shared.units import counted, number, seconds, share, size
 
 _COLOURS: Final = {"error": "red", "warning": "yellow", "hint": "cyan"}
 
@@ -99,6 +99,11 @@ def _lines(found: Checked) -> Iterator[tuple[str, str]]:
             yield "", f"{part.path}  {part.type} {shape}{part.value}"
     if found.samples_per_second is not None:
         yield "throughput", f"{number(found.samples_per_second)} samples/s per worker, in batches"
+    if found.padding is not None and found.balanced_padding is not None:
+        yield (
+            "padding",
+            f"{share(found.padding)} of random batches, {share(found.balanced_padding)} with LengthBalance()",
+        )
     if found.repeatable is not None:
         yield "repeatable", "yes, recomputed batches are bit-identical" if found.repeatable else "no"
 

@@ -40,8 +40,11 @@ from teleloader_server.stats.collector import StatsCollector
 from teleloader_server.workers.factory import ConfiguredPools, ObjectPools, PoolFactory
 from teleloader_server.workers.procfs import resident_bytes
 from teleloader_server.workers.worker import end_with_parent, ignore_stop_signals
+from teleloader_shared.balance import BalanceSpec
 from teleloader_shared.codec import BatchId, Bits, End, Failure, read, to_bytes
 from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.lengths import padding_of
+from teleloader_shared.orders.plan import Plan
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.stats import Latency
@@ -55,6 +58,11 @@ SEVERAL: Final = 4
 """Number of workers in the pass that detects interference between workers."""
 SHOWN_FILES: Final = 3
 SHOWN_CAUSES: Final = 3
+
+BALANCED_STEPS: Final = 64
+"""Batches per window for which the padding of length-balanced batches is measured: the default of clients."""
+PADDED_BATCHES: Final = 4096
+"""Maximum number of batches for which the padding is computed."""
 
 SLOW_DECODER: Final = 1 / 3
 """Fraction of the fetch time from which Pillow's JPEG decoder is reported. The decoder takes half of the time of a
@@ -105,6 +113,10 @@ class Checked:
     """Content of the first batch."""
     samples_per_second: float | None = None
     """Throughput of one worker, including collation and encoding."""
+    padding: float | None = None
+    """Fraction of padding in batches of a random order; None if the dataset states no lengths."""
+    balanced_padding: float | None = None
+    """Fraction of padding in length-balanced batches."""
     repeatable: bool | None = None
     """True if batches are bit-for-bit equal when they are computed again."""
     problems: list[Problem] = field(default_factory=list)
@@ -271,6 +283,7 @@ class Probe:
             self._problem("warning", "the dataset yields no samples", "check that its files exist on this machine")
             return
         self.found.batch_size = self.batch_size
+        self._measure_padding(hosted)
         self.found.parts = summarize(first.batches[0])
         self.found.batch_bytes = first.nbytes // len(first.batches)
         self.found.samples_per_second = self.batch_size / sum(stage.p50 for stage in first.stages.values())
@@ -278,6 +291,17 @@ class Probe:
             await self._compare(hosted, first)
         else:
             await self._compare_shards(hosted, first)
+
+    def _measure_padding(self, hosted: HostedDataset) -> None:
+        lengths, size = hosted.lengths, self.batch_size
+        if lengths is None:
+            return
+        balance = BalanceSpec(lengths.digest, BALANCED_STEPS * size, size)
+        spec = LoaderSpec(dataset=self.config.name, batch_size=size, shuffle=True)
+        for name, given in (("padding", None), ("balanced_padding", balance)):
+            plan = Plan(replace(spec, balance=given), len(lengths), 0, lengths)
+            batches = (plan[k] for k in range(min(len(plan), PADDED_BATCHES)))
+            setattr(self.found, name, padding_of(batches, lengths))
 
     def _check_decoder(self, fraction: float) -> None:
         if fraction >= SLOW_DECODER:

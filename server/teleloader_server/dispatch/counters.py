@@ -107,6 +107,8 @@ class DatasetCounters:
         self.cache_misses = 0
         self.cache_saved = 0.0
         """Total seconds that reading samples from caches saved."""
+        self.tokens = 0
+        self.tokens_padded = 0
         self.samples = 0
         self.waiting = 0.0
         """Total seconds for which consumers waited for batches that were not ready."""
@@ -438,6 +440,8 @@ class PoolCounters:
         dataset.cache_hits += report.cache.hits
         dataset.cache_misses += report.cache.misses
         dataset.cache_saved += report.cache.saved
+        dataset.tokens += report.lengths[0]
+        dataset.tokens_padded += report.lengths[1]
         fetched = report.stages[FETCH]
         if max(fetched) > dataset.slow_from:
             for task, fetch, sample in zip(tasks, fetched, report.slowest, strict=True):

@@ -183,7 +183,10 @@ class Dispatcher:
             self.store.unmark_unwanted(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
         furthest = max(pending.stop for pending in consumer.requests)
         consumer.ahead_start = consumer.ahead_cursor = furthest
-        consumer.ahead_stop = min(loader.batches, furthest + self._depth(consumer, request.prefetch))
+        # if this server does not know the number of batches, the client limits `prefetch` to the end of the epoch
+        depth = request.prefetch if loader.batches == MAX_EPOCH else self._depth(consumer, request.prefetch)
+        # not from the furthest one, because requests may arrive in another order
+        consumer.ahead_stop = min(loader.batches, max(furthest, stop + depth))
         if request.prefetch or furthest < loader.batches:
             consumer.looks_ahead = request.prefetch > 0 and self._knows_order(loader)
         self.store.active[consumer] = None
@@ -684,7 +687,8 @@ class Dispatcher:
         """Return True if the batches of an epoch can be searched for slow samples."""
         spec, mixture = loader.spec, loader.spec.mixture
         is_seeded = spec.order == "plan" and loader.length > 0 and not self._in_turn
-        return is_seeded and (mixture is None or mixture.slots <= MAX_MAIN_SLOTS)
+        # only workers have the lengths of the samples
+        return is_seeded and spec.required_lengths is None and (mixture is None or mixture.slots <= MAX_MAIN_SLOTS)
 
     def _rate(self, loader: Loader) -> float:
         """Return how many batches/s the workers compute for a consumer if it gets an equal share of their time."""

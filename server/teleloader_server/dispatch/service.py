@@ -34,7 +34,7 @@ from teleloader_shared.errors import (
     UnknownLoader,
 )
 from teleloader_shared.messages import DatasetInfo, Registration
-from teleloader_shared.orders.plan import Plan
+from teleloader_shared.orders.plan import Plan, check_limit, check_windows, other_lengths
 from teleloader_shared.sources import describe
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
@@ -234,7 +234,8 @@ class LoaderService:
         if info.kind == "map" and spec.order == "plan":
             if info.length is None:
                 raise InvalidSpec(f"dataset {info.name!r} has no length: define __len__, or pass a sampler")
-            batches = len(self._plan(spec, info.length, 0))
+            if not spec.is_prepared:  # the number depends on the epoch, and workers refuse those beyond it
+                batches = len(self._plan(spec, info.length, 0))
         self._make_room(quota, spec.memory)
         with ExitStack() as held:
             held.enter_context(self._specs.hold(quota.name, spec.memory))
@@ -477,8 +478,12 @@ def _described_as_one(spec: LoaderSpec, infos: list[DatasetInfo]) -> DatasetInfo
 
     Raises:
         InvalidSpec: If the datasets cannot be mixed, or have other lengths than the sources in the spec.
+        DatasetChanged: If the samples have other lengths than in the spec.
     """
     if spec.mixture is None:
+        required, lengths = spec.required_lengths, infos[0].lengths
+        if required is not None and lengths is not None and lengths != required:
+            raise DatasetChanged(other_lengths(spec.dataset, lengths, required))
         return infos[0]
     if spec.dataset != infos[0].name:
         raise InvalidSpec(f"dataset must be the first source of the mixture, {infos[0].name!r}: got {spec.dataset!r}")
@@ -495,6 +500,16 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
     Raises:
         InvalidSpec: If the spec is invalid for this kind of dataset.
     """
+    if (spec.required_lengths is not None or spec.batch_of == "lengths") and info.lengths is None:
+        field = "batch_of=lengths" if spec.required_lengths is None else "packing" if spec.packing else "balance"
+        raise InvalidSpec(
+            f"{field} requires the lengths of the samples, and dataset {info.name!r} has none: define sample_lengths "
+            "on the server, a 1-D integer array or the path of a .npy file"
+        )
+    if spec.balance is not None:
+        check_limit(spec.balance, info.length or 0, info.longest or 0, info.longest_sample or 0)
+    if spec.packing is not None:
+        check_windows(spec.packing.window, info.length or 0)
     if info.kind == "map":
         for field in ("shard_states", "delivered"):
             if getattr(spec, field) is not None:

@@ -18,6 +18,7 @@ from teleloader_server.config import ConfigError, DatasetConfig, IndexKind
 from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.collate import default_convert, lazy_collate, path_to_uncollatable
 from teleloader_server.loading.random_state import seed_all
+from teleloader_shared.lengths import Lengths
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.sources import Sources, describe
@@ -44,6 +45,8 @@ class HostedDataset:
     """Function that collates samples into a batch if no other function is selected."""
     default_convert: Callable[[Any], Any] = default_convert
     """Function that converts a single sample (``batch_size=None``) if no other function is selected."""
+    lengths: Lengths | None = None
+    """Lengths of the samples (`sample_lengths` of the dataset); None if the dataset has none."""
     parts: Sequence[HostedDataset] = ()
     """Sources of a mixture that was combined from hosted datasets; empty for any other dataset."""
 
@@ -112,7 +115,8 @@ def combine(parts: Sequence[HostedDataset]) -> HostedDataset:
         InvalidSpec: If the datasets cannot be mixed.
     """
     sources = Sources({part.info.name: part.dataset for part in parts})
-    return replace(parts[0], info=describe([part.info for part in parts]), dataset=sources, parts=tuple(parts))
+    info = describe([part.info for part in parts])
+    return replace(parts[0], info=info, dataset=sources, lengths=None, parts=tuple(parts))
 
 
 def open_datasets(configs: Iterable[DatasetConfig]) -> dict[str, HostedDataset]:
@@ -222,7 +226,7 @@ def host(
     indices (`DatasetConfig.indices`).
 
     Raises:
-        ConfigError: If the object is not a dataset, or a function is not callable.
+        ConfigError: If the object is not a dataset, a function is not callable, or the lengths are invalid.
     """
     functions = functions or {}
     for what, function in (("collate", collate), ("worker_init", worker_init), *functions.items()):
@@ -230,7 +234,8 @@ def host(
             raise ConfigError(f"invalid {what} of dataset {name!r}: expected a callable, got {function!r:.80}")
     kind = _kind_of(dataset, name)
     length = _length_of(dataset)
-    facts = [name, kind, length, version, collate_name, seeding]
+    lengths = None if kind == "iterable" or length is None else _sample_lengths(dataset, name, length)
+    facts = [name, kind, length, version, collate_name, seeding, *([] if lengths is None else [lengths.digest])]
     info = DatasetInfo(
         name=name,
         kind=kind,
@@ -243,10 +248,14 @@ def host(
         functions=list(functions),
         seeding=seeding,
         cpus=default_num_workers(),
+        lengths=None if lengths is None else lengths.digest,
+        longest=None if lengths is None else lengths.longest,
+        longest_sample=None if lengths is None else lengths.longest_sample,
     )
     return HostedDataset(
-        info=info, dataset=dataset, collate=collate, worker_init=worker_init, functions=functions, indices=indices
-    )
+        info=info, dataset=dataset, collate=collate, worker_init=worker_init, functions=functions, indices=indices,
+        lengths=lengths,
+    )  # fmt: skip
 
 
 def _kind_of(dataset: Any, name: str) -> Literal["map", "iterable"]:
@@ -268,6 +277,36 @@ def _length_of(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):  # torch's own datasets without a length raise either
         return None
+
+
+def _sample_lengths(dataset: Any, name: str, count: int) -> Lengths | None:
+    """Return the lengths that a dataset states in its attribute or method `sample_lengths`, if there is any.
+
+    Raises:
+        ConfigError: If they are invalid.
+    """
+    given = getattr(dataset, "sample_lengths", None)
+    if callable(given):
+        given = given()
+    if given is None:
+        return None
+    known = _known.get(id(given))
+    if known is not None and known[0] is given and len(known[1]) == count:
+        return known[1]
+    try:
+        found = Lengths(given, count)
+    except ValueError as error:
+        raise ConfigError(f"invalid sample_lengths of dataset {name!r}: {error}") from None
+    # objects of this process are described repeatedly, and hashing the lengths takes long
+    _known[id(given)] = given, found
+    if len(_known) > _MAX_KNOWN:
+        del _known[next(iter(_known))]
+    return found
+
+
+_MAX_KNOWN: Final = 8
+_known: Final[dict[int, tuple[Any, Lengths]]] = {}
+"""Arrays for which lengths were validated, by identity; the reference keeps the identity from being reused."""
 
 
 def is_factory(found: Any) -> bool:

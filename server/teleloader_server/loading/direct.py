@@ -21,6 +21,7 @@ from teleloader_server.loading.tasks import Task
 from teleloader_server.loading.worker_info import WorkerScope
 from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, BatchId, Substituted
+from teleloader_shared.lengths import Lengths
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.spec import LoaderSpec
 
@@ -41,6 +42,11 @@ class DirectLoader:
     def info(self) -> DatasetInfo:
         """Description of the dataset, including the current length."""
         return self._hosted.info
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Lengths of the samples; None if the dataset states none."""
+        return self._hosted.lengths
 
     @property
     def _hosted(self) -> HostedDataset:

@@ -13,7 +13,7 @@ from teleloader_server.loading.failures import describe
 from teleloader_server.loading.passes import Began, Passes
 from teleloader_server.loading.sample_cache import take_counts
 from teleloader_server.loading.stages import NO_SAMPLE, STAGES, Batch, Context, Place, Stage
-from teleloader_server.loading.tasks import Indices, Report, Task
+from teleloader_server.loading.tasks import Indices, Report, Task, integer_of
 from teleloader_shared.codec import FrameWriter
 from teleloader_shared.sources import Sources
 from teleloader_shared.spec import LoaderSpec
@@ -87,7 +87,9 @@ class Loading:
             batch.count_time()
             return nbytes, Report(batch.count, True, batch.seconds, cache=take_counts())
         slowest, slow = self.context.slowest, self.context.slow
-        report = Report(batch.count, False, batch.seconds, batch.substituted, slowest, slow, take_counts())
+        report = Report(
+            batch.count, False, batch.seconds, batch.substituted, slowest, slow, _lengths(batch), take_counts()
+        )
         return len(batch.frame), report
 
     def hosted(self, spec: LoaderSpec) -> HostedDataset:
@@ -151,6 +153,21 @@ class Loading:
         writer = FrameWriter(task.batch_id, failure, checksum=task.spec.checksum)
         writer.write(place(writer.nbytes))
         return writer.nbytes
+
+
+def _lengths(batch: Batch) -> tuple[int, int]:
+    """Return `Report.lengths` of a batch."""
+    lengths = batch.hosted.lengths
+    if batch.pieces is not None and batch.task.spec.packing is not None:
+        tokens = int((batch.pieces.stops - batch.pieces.starts).sum())
+        return tokens, batch.count * batch.task.spec.packing.sequence_length
+    if lengths is None or batch.task.spec.batch_of == "lengths" or not len(batch.indices):
+        return 0, 0
+    indices = batch.indices if isinstance(batch.indices, np.ndarray) else np.array(list(map(integer_of, batch.indices)))
+    if indices.dtype != np.int64 or not -len(lengths) <= indices.min() <= indices.max() < len(lengths):
+        return 0, 0  # indices of a client-side sampler can be any values
+    found = lengths.of(indices)
+    return int(found.sum()), len(found) * int(found.max())
 
 
 def _new_buffer(nbytes: int) -> NDArray[np.uint8]:

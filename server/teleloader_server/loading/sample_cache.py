@@ -137,6 +137,11 @@ class CachedDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def sample_lengths(self) -> Any:
+        """Lengths of the samples (`sample_lengths` of the dataset); None if the dataset has none."""
+        return getattr(self.dataset, "sample_lengths", None)
+
     def __getitem__(self, index: Any) -> Any:
         """Return a sample, from the file if it contains the sample. Only integers and short strings are stored.
 

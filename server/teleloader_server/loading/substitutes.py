@@ -33,7 +33,7 @@ class Substitutes:
         self._task = task
         self.listed: Final = listed
         self._replacements: defaultdict[int, list[int]] = defaultdict(list)
-        """Replacements so far, by position: dataset indices, with a client-side sampler places in `listed`."""
+        """Replacements so far, by position: dataset indices, or places in `listed` if they are of the same batch."""
         self._found: dict[int, Substitution] = {}
         if task.substituted is not None:
             self._found = {each.position: each for each in task.substituted.substitutions}
@@ -60,17 +60,18 @@ class Substitutes:
         return self._skipped < len(self.listed)
 
     def _replacement(self, position: int, error: Exception) -> int | str | None:
-        """Return the index of the next replacement: of the dataset in seeded order, else of the same batch.
+        """Return the index of the next replacement: of the dataset in seeded order, of the same batch in other orders.
 
         Replacements in a mixture are samples of the same source, so that the counts of the sources do not change.
 
         Replacements of a client-side sampler are samples of its batch, because the sampler may exclude others, such as
-        those of a validation split. Positions that failed are no candidates.
+        those of a validation split. Replacements in length-balanced batches are samples of the same batch, too, whose
+        lengths are similar. Positions that failed are no candidates.
         """
         task, tried = self._task, self._replacements[position]
         mixture = task.spec.mixture
         candidates: Sequence[int] = range(task.length)
-        if task.spec.order == "client":
+        if task.spec.order == "client" or task.spec.balance is not None:
             failed = {position, *self._found, *tried}
             candidates = [place for place in range(len(self.listed)) if place not in failed]
         elif mixture is not None:
@@ -81,6 +82,8 @@ class Substitutes:
         place = replacement(task.spec.seed, epoch, task.spec.rank, batch, position, len(tried), len(candidates))
         found = candidates[place]
         tried.append(found)
+        if task.spec.balance is not None:
+            return int(self.listed[found])
         if task.spec.order != "client":
             return found
         key = key_of(self.listed[found])

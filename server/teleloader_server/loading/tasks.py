@@ -75,6 +75,9 @@ class Report(NamedTuple):
     """Index of the sample whose fetch took longest; None if it is unknown."""
     slow: Sequence[tuple[int, float]] = ()
     """Index and time in seconds of each slow sample, slowest first; see `SLOW_FROM` and `MAX_SLOW`."""
+    lengths: Sequence[int] = (0, 0)
+    """Sum of the lengths of the samples, and number of samples x longest sample; (0, 0) if unknown.
+    With packed sequences, numbers of their tokens without and with padding."""
     cache: CacheCounts = CacheCounts()
 
 
@@ -95,16 +98,19 @@ class GroupReport(NamedTuple):
     """Index of the slowest sample of each batch (`Report.slowest`)."""
     slow: Sequence[tuple[int, Sequence[tuple[int, float]]]] = ()
     """Slow samples of each batch that has any (`Report.slow`), with the place of the batch in the group."""
+    lengths: Sequence[int] = (0, 0)
+    """Sums of `Report.lengths` over all batches."""
     cache: CacheCounts = CacheCounts()
 
     @classmethod
     def of(cls, reports: Sequence[Report], cpu_wait: float) -> GroupReport:
         """Combine the reports on successive batches."""
-        samples, failed, stages, substituted, slowest, slow, cache = zip(*reports, strict=True)
+        samples, failed, stages, substituted, slowest, slow, lengths, cache = zip(*reports, strict=True)
         found = [(place, each) for place, each in enumerate(substituted) if each is not None]
         late = [(place, each) for place, each in enumerate(slow) if each]
         times = list(zip(*stages, strict=True))
-        return cls(samples, failed[-1], times, cpu_wait, found, slowest, late, CacheCounts.sum(cache))
+        padding = tuple(sum(each) for each in zip(*lengths, strict=True))
+        return cls(samples, failed[-1], times, cpu_wait, found, slowest, late, padding, CacheCounts.sum(cache))
 
     def without(self, places: Container[int]) -> GroupReport:
         """Return the report without the batches at the given places."""
@@ -115,8 +121,10 @@ class GroupReport(NamedTuple):
         samples = [self.samples[place] for place in kept]
         slowest = [self.slowest[place] for place in kept]
         slow = [(kept.index(place), each) for place, each in self.slow if place in kept]
-        failed = self.failed and is_last
-        return GroupReport(samples, failed, stages, self.cpu_wait, substituted, slowest, slow, self.cache)
+        return self._replace(
+            samples=samples, failed=self.failed and is_last, stages=stages, substituted=substituted, slowest=slowest,
+            slow=slow,
+        )  # fmt: skip
 
 
 def integer_of(index: Any) -> int | None:
@@ -140,14 +148,17 @@ def key_of(index: Any) -> int | str | None:
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
-    """Return the integers among the first `count` indices of a batch, or [] for an iterable-style dataset."""
+    """Return the integers among the first `count` indices of a batch.
+
+    Returns [] for an iterable-style dataset, and for orders that only workers compute.
+    """
     if task.indices is not None:
         return index_lists.first_integers(task.indices, count)
     if task.spec.session is not None and task.length == 0:
         return []
     mixture = task.spec.mixture
-    if mixture is not None and mixture.slots > MAX_MAIN_SLOTS:
-        return []
+    if task.spec.required_lengths is not None or (mixture is not None and mixture.slots > MAX_MAIN_SLOTS):
+        return []  # the lengths are in the workers, and large tables take too long
     found: list[int] = Plan(task.spec, task.length, task.batch_id.epoch).first(task.batch_id.batch, count).tolist()
     return found
 

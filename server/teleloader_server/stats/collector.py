@@ -26,6 +26,7 @@ from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState
 from teleloader_server.workers.procfs import NO_MEMORY, CpuUse, Memory
 from teleloader_shared.codec import BatchId
+from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.messages import PREVIEW, DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
@@ -248,6 +249,9 @@ class StatsCollector:
             samples_slow=tally.slow_samples,
             batches_early=tally.early,
             batches_backed_up=tally.backups,
+            tokens=tally.tokens,
+            tokens_padded=tally.tokens_padded,
+            padding_fraction=padding_fraction(tally.tokens, tally.tokens_padded),
         )
 
     @staticmethod

@@ -32,6 +32,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from teleloader_server.config import ConfigError, DatasetConfig
+from teleloader_server.loading import preparations
 from teleloader_server.loading.datasets import HostedDataset, cannot_build, open_dataset, open_datasets
 from teleloader_server.loading.deferred import DeferredDataset
 from teleloader_server.workers import messages, worker
@@ -224,6 +225,7 @@ def _serve(
     Returns:
         Exit code of this process.
     """
+    preparations.share()
     gc.disable()
     gc.freeze()
     infos = [dataclasses.asdict(dataset.info) for dataset in hosted.values()]

@@ -6,6 +6,9 @@ import hashlib
 import struct
 from functools import cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 def derive(purpose: str, *coordinates: int) -> int:
     """Derive a 64-bit seed from `coordinates` (each in [0, 2**64)), independent for each `purpose`.
@@ -27,3 +30,10 @@ def _hasher(purpose: str) -> hashlib.blake2b:
 def derive_seed(purpose: str, *coordinates: int) -> int:
     """Derive a random generator seed in [0, 2**63), which fits into int64 as torch requires."""
     return derive(purpose, *coordinates) >> 1
+
+
+def random_below(numbers: NDArray[np.int64], key: int, below: int) -> NDArray[np.int64]:
+    """Return a pseudo-random number in [0, below) for each number, int64 of the same shape; `below` is up to 2**32."""
+    mixed = (numbers.view(np.uint64) + np.uint64(key)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+    return ((mixed >> np.uint64(32)) * np.uint64(below) >> np.uint64(32)).astype(np.int64)

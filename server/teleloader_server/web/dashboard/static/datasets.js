@@ -25,7 +25,8 @@ function totals(dataset) {
   const cached = dataset.cache_hits + dataset.cache_misses;
   const share = Math.round((100 * dataset.cache_hits) / cached);
   const cache = cached > 0 ? ` Cache: ${share} % of ${plural(cached, "sample")} read, ${duration(dataset.cache_saved)} saved.` : "";
-  return `${parts.join(", ")}.${cache}`;
+  const padding = dataset.padding_fraction == null ? "" : ` Padding: ${Math.round(100 * dataset.padding_fraction)} %.`;
+  return `${parts.join(", ")}.${cache}${padding}`;
 }
 
 class StageTable {
