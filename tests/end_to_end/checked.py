@@ -200,6 +200,16 @@ def collate_total(samples: list[int]) -> dict[str, int]:
     return {"total": sum(samples)}
 
 
+def collate_images(samples: list[Any]) -> dict[str, Any]:
+    """Return images, whose type a process without Pillow cannot restore."""
+    return {"images": [Image.new("L", (2, 3), color) for color in range(len(samples))]}
+
+
+def collate_unfinished(samples: list[Any]) -> Any:
+    """Raise an exception, as a function that was never called before."""
+    raise NotImplementedError(f"{len(samples)} samples")
+
+
 class NoLength:
     """Map-style dataset without a length, which needs the user's own sampler."""
 

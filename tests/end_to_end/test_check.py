@@ -226,6 +226,19 @@ def test_a_configuration_file_is_the_servers_own(tmp_path: Path) -> None:
     assert dataset["parts"][0]["path"] == "batch['total']"
 
 
+def test_a_registered_type_is_checked_and_summarized(tmp_path: Path) -> None:
+    """Values of a library's type need not be restored for the comparison and the report."""
+    config = tmp_path / "loader.toml"
+    config.write_text(
+        f'[datasets.squares]\nfactory = "{HOSTED}make_squares"\nkwargs = {{ length = 64 }}\n'
+        f'collate = "{CHECKED}collate_images"\n'
+    )
+    code, dataset = found("--config", str(config), "--batch-size", "1")
+    assert (code, dataset["problems"], dataset["repeatable"]) == (0, [], True)
+    assert (dataset["parts"][0]["path"], dataset["parts"][0]["type"]) == ("batch['images'][0]", "PIL.Image.Image")
+    assert [part["shape"] for part in dataset["parts"]][-1] == [6]
+
+
 def test_for_people_it_is_a_paragraph_for_each_dataset() -> None:
     """The report has name, diagnosis, facts and problems with advice, and no colors in a pipe."""
     done = check(CHECKED + "dicts", CHECKED + "threaded")

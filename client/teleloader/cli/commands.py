@@ -19,6 +19,7 @@ from teleloader.loader import DataLoader
 from teleloader.mixture import Mixture
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.orders.plan import Coverage
+from teleloader_shared.registry import keeping_unrestored
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.version import VERSION
 
@@ -151,10 +152,12 @@ def stats(url: str | list[str], watch: bool, interval: float, limit: int, as_jso
     "map-style datasets, which use all workers of the server.",
 )  # fmt: skip
 @click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression that the workers apply to arrays.")
-@options.of_loader(options.shuffle, options.drop_last, options.as_json, options.trust_directory, options.access)
+@options.of_loader(
+    options.shuffle, options.drop_last, options.collate, options.as_json, options.trust_directory, options.access
+)  # fmt: skip
 def bench(
     url: str | list[str], dataset: str | None, batch_size: int, seconds: float, step: float, num_workers: int,
-    compression: Any, shuffle: bool, drop_last: bool, as_json: bool,
+    compression: Any, shuffle: bool, drop_last: bool, collate: str | None, as_json: bool,
     trust_directory: bool,
 ) -> None:  # fmt: skip
     """Load batches as a training loop does, and report the throughput.
@@ -165,11 +168,13 @@ def bench(
     remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
     loader = DataLoader(
         remote, batch_size, num_workers=num_workers, drop_last=drop_last, compression=compression, output="numpy",
+        collate_fn=collate,
         # with --shuffle, the loader rejects an iterable-style dataset
         shuffle=shuffle or None, seed=None if remote.iterable else secrets.randbits(63), rank=0, world_size=1,
     )  # fmt: skip
     try:
-        measured, diagnosis = Bench(loader, remote, seconds, step).run()
+        with keeping_unrestored():
+            measured, diagnosis = Bench(loader, remote, seconds, step).run()
     except BatchFailed as error:
         raise _NegativeResult(str(error)) from None
     show_bench(measured, diagnosis, as_json=as_json)
@@ -183,7 +188,7 @@ def bench(
 @click.option("--debug", is_flag=True, help="Load in the server's main process, for debugging with breakpoint().")
 @options.of_loader(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
-    options.tail, options.as_json, options.trust_directory, options.access,
+    options.tail, options.collate, options.as_json, options.trust_directory, options.access,
 )  # fmt: skip
 @click.pass_context
 def peek(
@@ -208,7 +213,8 @@ def peek(
         order="plan" if indices is None else "client",
         **loader,
     )
-    frame = remote.batch(spec, epoch, batch, indices)
+    with keeping_unrestored():
+        frame = remote.batch(spec, epoch, batch, indices)
     if not peeks.show(frame, remote, as_json=as_json):
         ctx.exit(EXIT_NEGATIVE)
 

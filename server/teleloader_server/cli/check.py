@@ -96,7 +96,7 @@ def _lines(found: Checked) -> Iterator[tuple[str, str]]:
         yield "batch", f"{found.batch_size} samples, {size(found.batch_bytes)}"
         for part in found.parts:
             shape = "" if part.shape is None else f"{part.shape} "
-            yield "", f"{part.path}  {part.type} {shape}{part.value}"
+            yield "", f"{part.path}  {part.type} {shape}{part.value}".rstrip()
     if found.samples_per_second is not None:
         yield "throughput", f"{number(found.samples_per_second)} samples/s per worker, in batches"
     if found.repeatable is not None:

@@ -43,6 +43,7 @@ from teleloader_server.workers.worker import end_with_parent, ignore_stop_signal
 from teleloader_shared.codec import BatchId, Bits, End, Failure, read, to_bytes
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.ranges import BatchRanges
+from teleloader_shared.registry import keeping_unrestored
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.stats import Latency
 from teleloader_shared.summary import Part, summarize
@@ -439,7 +440,8 @@ class _LeafMemory(Bits):
 def _read_all(frames: Sequence[NDArray[np.uint8]], stages: Mapping[str, Latency]) -> PassResult:
     batches, failure = {}, None
     for frame in frames:
-        batch_id, content, *_ = read(_LeafMemory(frame))
+        with keeping_unrestored():  # not every type can be restored from `ArrayLeaf` objects
+            batch_id, content, *_ = read(_LeafMemory(frame))
         if isinstance(content, Failure):
             failure = content
         elif not isinstance(content, End):

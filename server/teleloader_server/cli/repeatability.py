@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from teleloader_server.loading.generators import find, kind_of, reachable
+from teleloader_shared.registry import Unrestored
 from teleloader_shared.tree import ArrayLeaf
 
 _WITHOUT_USER_CODE: Final = sys.stdlib_module_names | {"numpy", "torch"}
@@ -15,7 +16,9 @@ _WITHOUT_USER_CODE: Final = sys.stdlib_module_names | {"numpy", "torch"}
 def path_of_difference(one: Any, other: Any, are_equal: Callable[[Any, Any], bool], path: str = "batch") -> str:
     """Return the path of the first value in which two batches differ, such as ``batch['image']``."""
     pairs: Iterable[tuple[Any, Any, Any]] = ()
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+    if isinstance(one, Unrestored) and isinstance(other, Unrestored) and one.name == other.name:
+        return path_of_difference(one.plain, other.plain, are_equal, path)
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys():
         pairs = ((key, one[key], other[key]) for key in one)
     elif _is_sequence(one) and _is_sequence(other) and len(one) == len(other):
         pairs = ((place, *both) for place, both in enumerate(zip(one, other, strict=True)))
