@@ -105,6 +105,9 @@ def ragged() -> Samples:
     return Samples(lambda index: np.zeros(index % 3 + 1))
 
 
+nones = [{"label": None}] * 64
+
+
 def crashes() -> Samples:
     """Exit the process while the dataset is built."""
     os.kill(os.getpid(), signal.SIGSEGV)

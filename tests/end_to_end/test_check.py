@@ -151,7 +151,9 @@ def test_no_cache_is_suggested_for_fast_or_random_samples(name: str) -> None:
     ("target", "what", "advice"),
     [
         (HOSTED + "broken", "RuntimeError: the disk is not mounted", "would not start"),
-        (HOSTED + "failing", "ValueError: sample 17 is damaged", "skip such samples"),
+        (HOSTED + "failing", "cannot load sample 17:\nTraceback (most recent call last):\n", 'on_error="skip"'),
+        (HOSTED + "failing", "ValueError: sample 17 is damaged", "Fix the dataset"),
+        (CHECKED + "nones", "The value is sample['label'].", "remove or convert the value"),
         (CHECKED + "ragged", "stack expects each tensor to be equal size", "configure a collate function"),
         (CHECKED + "crashes", "exited during the step 'building the dataset' with signal SIGSEGV", "faulthandler"),
         (CHECKED + "exits", "exited with code 3", "possible causes: a crash in C code, os._exit()"),

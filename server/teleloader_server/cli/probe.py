@@ -33,6 +33,7 @@ from teleloader_server.config import ConfigError, DatasetConfig
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import Limits
+from teleloader_server.loading.collate import UNSUPPORTED
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
 from teleloader_server.loading.sample_cache import CachedDataset
 from teleloader_server.permissions import ANYONE
@@ -319,9 +320,8 @@ class Probe:
         if made.failure is None:
             return False
         failure = made.failure
-        first = f" starting at index {failure.indices[0]}" if failure.indices else ""
         text = failure.traceback.rstrip() or f"{failure.type}: {failure.message}"
-        self._problem("error", f"cannot compute a batch{first}:\n{text}", _advice_on(failure))
+        self._problem("error", f"cannot {_failed_step(failure)}:\n{text}", _advice_on(failure))
         return True
 
     async def _compare(self, hosted: HostedDataset, first: PassResult) -> None:
@@ -459,19 +459,37 @@ def _encoded(batch: Any) -> bytes:
     return to_bytes(BatchId("", 0, 0), batch)
 
 
+def _failed_step(failure: Failure) -> str:
+    if failure.sample is not None:
+        return f"load sample {failure.sample}"
+    if len(failure.indices) == 1:
+        return f"compute a batch of sample {failure.indices[0]}"
+    return f"compute a batch that starts with sample {failure.indices[0]}" if failure.indices else "compute a batch"
+
+
 def _advice_on(failure: Failure) -> str:
     name = failure.type.rpartition(".")[2]
     if name == "WorkerDied":
         return "possible causes: a crash in C code, os._exit() or exhausted memory"
     if name == "LoaderTimeout":
         return "the stack shows where the worker hung. If the dataset is slow, increase --batch-timeout"
-    if ", in collate_batch" in failure.traceback:
+    if failure.message.startswith(UNSUPPORTED.partition("{")[0]):
+        return (
+            "remove or convert the value in the dataset, or configure a collate function. The default one collates "
+            "tensors, arrays, numbers, strings, and containers of these"
+        )
+    if ", in lazy_collate" in failure.traceback:
         return "samples of one batch must have the same shape: resize or pad them, or configure a collate function"
     if name == "EncodeError":
         return "batches may contain arrays, numbers, text and containers of them: convert other values in the dataset"
     if name == "BatchTooLarge":
         return "use smaller batches, or increase --max-batch-bytes"
-    return "fix the dataset or skip such samples: a training loop would raise this exception"
+    if failure.sample is not None:
+        return (
+            "a training loop would raise this exception. Fix the dataset, or pass on_error=\"skip\" or "
+            'on_error="replace" to the DataLoader (map-style datasets)'
+        )
+    return "a training loop would raise this exception. Fix the dataset or its collate function"
 
 
 def _open_files() -> set[str]:
