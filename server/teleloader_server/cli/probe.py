@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -362,7 +363,8 @@ class Probe:
         one, other = first.batches[differing], again.batches[differing]
         place = path_of_difference(one, other, lambda one, other: _encoded(one) == _encoded(other))
         named = (self.config.factory, self.config.collate)
-        unseeded = unseeded_generators(hosted.dataset, [name.partition(":")[0] for name in named if name is not None])
+        modules = [name.partition(":")[0] for name in named if name is not None]
+        unseeded = unseeded_generators(hosted.dataset, modules, lambda: self._compute_here(hosted))
         cause = f". Probable cause: {'; '.join(unseeded[:SHOWN_CAUSES])}" if unseeded else ""
         advice = (
             "a batch must depend only on its indices and on random generators that workers seed: those of random, "
@@ -374,6 +376,14 @@ class Probe:
         )
         self._problem("warning", f"recomputed batches differ in {place}{cause}", advice)
         return True
+
+    def _compute_here(self, hosted: HostedDataset) -> None:
+        """Compute a batch in this process."""
+        if hosted.info.kind == "map":
+            samples = [hosted.dataset[index] for index in range(min(self.batch_size, hosted.info.length or 0))]
+        else:
+            samples = list(islice(hosted.dataset, self.batch_size))
+        hosted.collate_batch(samples)
 
     async def _compute(
         self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1, epoch: int = 0
@@ -486,7 +496,7 @@ def _advice_on(failure: Failure) -> str:
         return "use smaller batches, or increase --max-batch-bytes"
     if failure.sample is not None:
         return (
-            "a training loop would raise this exception. Fix the dataset, or pass on_error=\"skip\" or "
+            'a training loop would raise this exception. Fix the dataset, or pass on_error="skip" or '
             'on_error="replace" to the DataLoader (map-style datasets)'
         )
     return "a training loop would raise this exception. Fix the dataset or its collate function"
