@@ -228,6 +228,30 @@ def test_a_configuration_file_is_the_servers_own(tmp_path: Path) -> None:
     assert dataset["parts"][0]["path"] == "batch['total']"
 
 
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_functions_that_clients_may_select_are_called(tmp_path: Path, start_method: str) -> None:
+    """For a map-style dataset, each function is a collate function; one that fails is a warning."""
+    config = tmp_path / "loader.toml"
+    config.write_text(
+        f'[datasets.squares]\nfactory = "{HOSTED}make_squares"\nkwargs = {{ length = 64 }}\n'
+        f'functions = ["{CHECKED}collate_images", "{CHECKED}collate_unfinished"]\nstart_method = "{start_method}"\n'
+    )
+    code, dataset = found("--config", str(config))
+    (problem,) = dataset["problems"]
+    assert (code, problem["severity"], dataset["unchecked"]) == (0, "warning", [])
+    assert problem["what"].startswith(f"collate_fn={CHECKED}collate_unfinished fails for a list of samples:\n")
+    assert problem["what"].endswith("NotImplementedError: 32 samples")
+
+
+def test_functions_of_an_iterable_dataset_are_listed(tmp_path: Path) -> None:
+    """Clients may also select such a function as worker_init_fn, so it is not called."""
+    config, function = tmp_path / "loader.toml", f"{CHECKED}collate_unfinished"
+    config.write_text(f'[datasets.shards]\nfactory = "{CHECKED}Shards"\nfunctions = ["{function}"]\n')
+    done = check("--config", str(config))
+    assert (done.code, "shards: OK" in done.out) == (0, True)
+    assert f"  not checked functions {function}: each may be" in done.out
+
+
 def test_a_registered_type_is_checked_and_summarized(tmp_path: Path) -> None:
     """Values of a library's type need not be restored for the comparison and the report."""
     config = tmp_path / "loader.toml"

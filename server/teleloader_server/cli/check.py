@@ -101,6 +101,8 @@ def _lines(found: Checked) -> Iterator[tuple[str, str]]:
         yield "throughput", f"{number(found.samples_per_second)} samples/s per worker, in batches"
     if found.repeatable is not None:
         yield "repeatable", "yes, recomputed batches are bit-identical" if found.repeatable else "no"
+    if found.unchecked:
+        yield "not checked", f"functions {', '.join(found.unchecked)}: each may be a collate_fn or a worker_init_fn"
 
 
 def progress_of(name: str) -> Callable[[str], None]:

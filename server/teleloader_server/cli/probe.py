@@ -111,6 +111,8 @@ class Checked:
     repeatable: bool | None = None
     """True if batches are bit-for-bit equal when they are computed again."""
     problems: list[Problem] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """Names of the functions that were not called, although clients may select them."""
 
     @property
     def failed(self) -> bool:
@@ -281,6 +283,25 @@ class Probe:
             await self._compare(hosted, first)
         else:
             await self._compare_shards(hosted, first)
+        await self._check_functions(hosted)
+
+    async def _check_functions(self, hosted: HostedDataset) -> None:
+        """Collate a batch with each function that clients may select as ``collate_fn``."""
+        names = [name for name in hosted.info.functions if name != hosted.info.collate]
+        if hosted.info.kind == "iterable":  # a function may be a worker-init function, unlike for map-style datasets
+            self.found.unchecked = names
+            return
+        for name in names:
+            self.on_step(f"collating with {name}")
+            failure = (await self._compute(hosted, self.batch_size, range(1), collate=name)).failure
+            if failure is not None:
+                text = failure.traceback.rstrip() or f"{failure.type}: {failure.message}"
+                self._problem(
+                    "warning",
+                    f"collate_fn={name} fails for a list of samples:\n{text}",
+                    "a training loop with this function would raise this exception. Fix the function, unless it is for "
+                    "batch_size=None",
+                )
 
     def _check_decoder(self, fraction: float) -> None:
         if fraction >= SLOW_DECODER:
@@ -386,14 +407,16 @@ class Probe:
         hosted.collate_batch(samples)
 
     async def _compute(
-        self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1, epoch: int = 0
-    ) -> PassResult:
+        self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1, epoch: int = 0,
+        collate: str | None = None,
+    ) -> PassResult:  # fmt: skip
         """Compute batches with new workers, for at most `PASS_SECONDS`."""
         limits = replace(self.limits, num_workers=workers)
         pools: PoolFactory = ObjectPools(lambda: {hosted.info.name: hosted}, limits)
         spec = LoaderSpec(
-            dataset=hosted.info.name, batch_size=batch_size, num_workers=workers, session=secrets.token_hex(16)
-        )
+            dataset=hosted.info.name, batch_size=batch_size, num_workers=workers, session=secrets.token_hex(16),
+            collate=collate,
+        )  # fmt: skip
         if self.config.start_method == "spawn":
             pools = ConfiguredPools([self.config], limits)
             if hosted.info.kind == "map":  # the shared pool
