@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -333,6 +333,19 @@ class RemoteDataset:
         if found.digest != info.lengths:
             raise DatasetChanged(other_lengths(info.name, found.digest, info.lengths))
         return found
+
+    if not TYPE_CHECKING:  # a type checker would permit any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; for the name of a possible attribute of the hosted dataset, with advice."""
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # raises the error of the attribute or property
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: attributes of the hosted dataset are not "
+                "available on the client. Define the value in the training script",
+                name=name,
+                obj=self,
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._construction.reduce(self, RemoteDataset.__init__)

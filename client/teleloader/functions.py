@@ -98,7 +98,8 @@ def _check_allowed(argument: str, function: str, info: DatasetInfo, url: str) ->
     if argument == "worker_init_fn" and info.kind == "map":
         raise ValueError(
             f"cannot use worker_init_fn={function}: all loaders share the workers of map-style dataset {info.name!r}. "
-            f"Set worker_init in the configuration of {url} (now: {info.worker_init or 'none'})"
+            f"Set worker_init in the configuration of {url} (now: {info.worker_init or 'none'}). A function that only "
+            "seeds random generators can be omitted: workers seed them"
         )
     if function.startswith("__main__:"):
         name = function.removeprefix("__main__:")

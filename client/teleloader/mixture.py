@@ -25,7 +25,8 @@ class Mixture(Sources):
     the source and the number of the pass.
 
     The loader requires `seed`. All sources require the same collate function and the same seeding. As an object, the
-    mixture is the concatenation of its sources: index 0 is the first sample of the first source.
+    mixture is the concatenation of its sources: index 0 is the first sample of the first source. Its ``len()`` is the
+    number of samples of all sources, whereas an epoch has `samples` samples.
 
     Args:
         sources: Datasets by name. Either each is a `RemoteDataset` of the same servers, under its name on the servers;
@@ -39,7 +40,8 @@ class Mixture(Sources):
 
     Raises:
         ValueError: If a weight is invalid, a `RemoteDataset` has another name, or a source is never exhausted.
-        TypeError: If a source is not a map-style dataset with a length, or only some are `RemoteDataset`.
+        TypeError: If `sources` is not a mapping, a source is not a map-style dataset with a length, or only some are
+            `RemoteDataset`.
         InvalidSpec: If the sources cannot be mixed, or the schedule is too long.
 
     Example:
@@ -54,6 +56,11 @@ class Mixture(Sources):
         *,
         samples: SupportsIndex | StoppingStrategy = "first_exhausted",
     ) -> None:
+        if not isinstance(sources, Mapping):
+            raise TypeError(
+                "sources of a mixture must be a mapping from names to datasets, such as "
+                f'{{"web": dataset, "code": other}}, got {type(sources).__qualname__}'
+            )
         remotes = {name: source for name, source in sources.items() if isinstance(source, RemoteDataset)}
         if remotes and len(remotes) < len(sources):
             raise TypeError(

@@ -8,7 +8,9 @@ module or a class.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +26,19 @@ MAX_NAME: Final = 256
 MAX_REASON: Final = 500
 """Maximum length of the reason in the error for a value that cannot be restored, in characters: peers can choose it."""
 _MAX_FOUND: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Unrestored:
+    """Value of a registered type as its plain value, for programs that only show or measure batches."""
+
+    name: str
+    """Name of the type in frames."""
+    plain: Any
+
+
+_keeps_unrestored = False
+"""True inside of `keeping_unrestored`."""
 
 _by_type: Final[dict[type, TypeEntry]] = {}
 _by_name: Final[dict[str, TypeEntry]] = {entry.name: entry for entry in (ARRAY, SPARSE, NESTED, *ENTRIES.values())}
@@ -136,6 +151,20 @@ def _search(kind: type) -> TypeEntry | None:
     return None
 
 
+@contextmanager
+def keeping_unrestored() -> Iterator[None]:
+    """Let `restore` return an `Unrestored` for a value that it cannot restore, in all threads of this process.
+
+    Command-line tools cannot import the library of a type that they do not know.
+    """
+    global _keeps_unrestored  # not a context variable: a loader's receiver threads decode batches
+    before, _keeps_unrestored = _keeps_unrestored, True
+    try:
+        yield
+    finally:
+        _keeps_unrestored = before
+
+
 def restore(name: str, plain: object, *, hashed: bool = False) -> Any:
     """Convert a plain value to an instance of the type with a registered name.
 
@@ -144,11 +173,16 @@ def restore(name: str, plain: object, *, hashed: bool = False) -> Any:
         plain: The plain value.
         hashed: Whether the instance becomes a dict key or an element of a set.
 
+    Returns:
+        The instance; inside of `keeping_unrestored`, possibly an `Unrestored`.
+
     Raises:
         DecodeError: If no type of that name is registered, or the value cannot be converted.
     """
     entry = _by_name.get(name)
     if entry is None:
+        if _keeps_unrestored and not hashed:
+            return Unrestored(name, plain)
         raise DecodeError(
             f"cannot restore a value of type {short(name)}: this process has not registered the type. Call "
             f"teleloader.register(TYPE, {short(name)}, to_plain, from_plain) before iterating, as on the server"
@@ -158,6 +192,8 @@ def restore(name: str, plain: object, *, hashed: bool = False) -> Any:
         if hashed:
             entry.check_key(type(value))
     except Exception as error:
+        if _keeps_unrestored and not hashed:
+            return Unrestored(name, plain)
         raise DecodeError(f"cannot restore a value of type {short(name)}: {_reason(error)}") from error
     return value
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any, Final
 
 from teleloader_shared.dtypes import EXTENDED
 from teleloader_shared.errors import EncodeError
+from teleloader_shared.registry import Unrestored
 from teleloader_shared.tree import ArrayLeaf, flatten
 
 MAX_PARTS: Final = 200
@@ -21,9 +22,10 @@ class Part:
     """Summary of one array or plain value in a batch."""
 
     path: str
-    """Python expression for the position in the batch, e.g. ``batch['image']``."""
+    """Python expression for the position in the batch, e.g. ``batch['image']``; within the plain value of a registered
+    type that was not restored, the position in the plain value."""
     type: str
-    """Element type of an array; name of the class for a plain value."""
+    """Element type of an array; name of the class for a plain value, and for a container with a class of its own."""
     shape: tuple[int, ...] | None
     """Shape of an array; None for a plain value."""
     value: str
@@ -45,6 +47,14 @@ def _parts(value: Any, path: str) -> Iterator[Part]:
     if leaf is not None:
         yield Part(path, leaf.dtype_name, leaf.shape, _span(leaf))
         return
+    if isinstance(value, Unrestored):
+        yield Part(path, value.name, None, "")
+        # the ready-made conversions of mappings, such as BatchEncoding and TensorDict, have the items first
+        has_items = isinstance(value.plain, list) and value.plain and isinstance(value.plain[0], dict)
+        yield from _parts(value.plain[0] if has_items else value.plain, path)
+        return
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        yield Part(path, type(value).__name__, None, "")
     inner = list(_inner(value))
     if not inner:
         text = repr(value)
@@ -55,7 +65,7 @@ def _parts(value: Any, path: str) -> Iterator[Part]:
 
 def _inner(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path step, item) for each item of a container; nothing for plain values and lists of plain values."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         yield from ((f".{name}", item) for name, item in zip(value._fields, value, strict=True))
@@ -68,7 +78,7 @@ def _inner(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _leaf_of(value: Any) -> ArrayLeaf | None:
     """Return `value` as an array leaf, or None if it is not an array."""
-    if isinstance(value, str | bytes | int | float | dict | list | tuple):
+    if isinstance(value, str | bytes | int | float | Mapping | list | tuple | Unrestored):
         return None  # never an array: do not walk a whole container to find out
     try:
         _, leaves = flatten(value)

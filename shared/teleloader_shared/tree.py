@@ -232,6 +232,9 @@ class _Describer:
         if leaf is not None:
             self.leaves.append(leaf)
             return {"array": [leaf.dtype_name, list(leaf.shape), leaf.kind]}
+        if isinstance(value, registry.Unrestored):
+            self._count((value.plain,), path)
+            return {"registered": [value.name, self.describe(value.plain, path, depth + 1)]}
         if _is_namedtuple(value):
             return {"namedtuple": self._record(value, value._fields, value, path, depth)}
         base = next((base for base in _BUILTINS if isinstance(value, base)), None)

@@ -109,7 +109,8 @@ def test_a_worker_init_function_chooses_only_where_the_workers_are_ones_own(data
         assert named(dataset, statistics.mean, "worker_init_fn") == "statistics:mean"
         return
     with pytest.raises(
-        ValueError, match=r"all loaders share the workers.* Set worker_init in the configuration of .*statistics:mode"
+        ValueError,
+        match=r"all loaders share the workers.* Set worker_init in the configuration of .*statistics:mode.*seed them$",
     ):
         named(dataset, statistics.mean, "worker_init_fn")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -57,6 +59,21 @@ def test_of_several_datasets_one_must_be_named() -> None:
             RemoteDataset(url)
         with pytest.raises(UnknownDataset, match=r"unknown dataset 'c': .* hosts 'a', 'b'\. "):
             RemoteDataset(url, "c")
+
+
+def test_an_attribute_of_the_hosted_dataset_is_not_available() -> None:
+    """The error names the attribute and the reason; `hasattr`, copies and errors of properties work as before."""
+    with serve([1, 2], num_workers=0) as url:
+        dataset = RemoteDataset(url)
+        with pytest.raises(AttributeError, match=r"no attribute 'classes': attributes of the hosted dataset are not"):
+            dataset.classes  # type: ignore[attr-defined] # noqa: B018
+        with pytest.raises(AttributeError, match=r"no attribute '_classes'$"):
+            dataset._classes  # type: ignore[attr-defined] # noqa: B018
+        assert not hasattr(dataset, "transform")
+        assert len(copy.copy(dataset)) == len(pickle.loads(pickle.dumps(dataset))) == 2
+        del dataset.servers
+        with pytest.raises(AttributeError, match="attribute 'servers'"):
+            dataset.url  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,9 @@ def ragged() -> Samples:
     return Samples(lambda index: np.zeros(index % 3 + 1))
 
 
+nones = [{"label": None}] * 64
+
+
 def crashes() -> Samples:
     """Exit the process while the dataset is built."""
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -198,6 +201,16 @@ slowly = Samples(_slow_sample, 1_000_000)
 def collate_total(samples: list[int]) -> dict[str, int]:
     """Return the total of the samples."""
     return {"total": sum(samples)}
+
+
+def collate_images(samples: list[Any]) -> dict[str, Any]:
+    """Return images, whose type a process without Pillow cannot restore."""
+    return {"images": [Image.new("L", (2, 3), color) for color in range(len(samples))]}
+
+
+def collate_unfinished(samples: list[Any]) -> Any:
+    """Raise an exception, as a function that was never called before."""
+    raise NotImplementedError(f"{len(samples)} samples")
 
 
 class NoLength:

@@ -84,10 +84,10 @@ def test_what_users_seldom_want_is_a_warning(name: str, what: str, advice: str) 
 
 
 def test_a_difference_without_a_known_cause() -> None:
-    """The value is named; generators of modules from which other datasets draw may be named as the cause."""
+    """The value is named; the generator of the module, from which this dataset does not draw, is not the cause."""
     _, dataset = found(CHECKED + "Unknown")
     (problem,) = dataset["problems"]
-    assert problem["what"].startswith("recomputed batches differ in batch['noise']")
+    assert problem["what"] == "recomputed batches differ in batch['noise']"
 
 
 def test_a_generator_of_the_dataset_is_seeded() -> None:
@@ -151,7 +151,9 @@ def test_no_cache_is_suggested_for_fast_or_random_samples(name: str) -> None:
     ("target", "what", "advice"),
     [
         (HOSTED + "broken", "RuntimeError: the disk is not mounted", "would not start"),
-        (HOSTED + "failing", "ValueError: sample 17 is damaged", "skip such samples"),
+        (HOSTED + "failing", "cannot load sample 17:\nTraceback (most recent call last):\n", 'on_error="skip"'),
+        (HOSTED + "failing", "ValueError: sample 17 is damaged", "Fix the dataset"),
+        (CHECKED + "nones", "The value is sample['label'].", "remove or convert the value"),
         (CHECKED + "ragged", "stack expects each tensor to be equal size", "configure a collate function"),
         (CHECKED + "crashes", "exited during the step 'building the dataset' with signal SIGSEGV", "faulthandler"),
         (CHECKED + "exits", "exited with code 3", "possible causes: a crash in C code, os._exit()"),
@@ -224,6 +226,43 @@ def test_a_configuration_file_is_the_servers_own(tmp_path: Path) -> None:
     code, dataset = found("--config", str(config))
     assert (code, dataset["dataset"], dataset["length"]) == (0, "squares", 64)
     assert dataset["parts"][0]["path"] == "batch['total']"
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_functions_that_clients_may_select_are_called(tmp_path: Path, start_method: str) -> None:
+    """For a map-style dataset, each function is a collate function; one that fails is a warning."""
+    config = tmp_path / "loader.toml"
+    config.write_text(
+        f'[datasets.squares]\nfactory = "{HOSTED}make_squares"\nkwargs = {{ length = 64 }}\n'
+        f'functions = ["{CHECKED}collate_images", "{CHECKED}collate_unfinished"]\nstart_method = "{start_method}"\n'
+    )
+    code, dataset = found("--config", str(config))
+    (problem,) = dataset["problems"]
+    assert (code, problem["severity"], dataset["unchecked"]) == (0, "warning", [])
+    assert problem["what"].startswith(f"collate_fn={CHECKED}collate_unfinished fails for a list of samples:\n")
+    assert problem["what"].endswith("NotImplementedError: 32 samples")
+
+
+def test_functions_of_an_iterable_dataset_are_listed(tmp_path: Path) -> None:
+    """Clients may also select such a function as worker_init_fn, so it is not called."""
+    config, function = tmp_path / "loader.toml", f"{CHECKED}collate_unfinished"
+    config.write_text(f'[datasets.shards]\nfactory = "{CHECKED}Shards"\nfunctions = ["{function}"]\n')
+    done = check("--config", str(config))
+    assert (done.code, "shards: OK" in done.out) == (0, True)
+    assert f"  not checked functions {function}: each may be" in done.out
+
+
+def test_a_registered_type_is_checked_and_summarized(tmp_path: Path) -> None:
+    """Values of a library's type need not be restored for the comparison and the report."""
+    config = tmp_path / "loader.toml"
+    config.write_text(
+        f'[datasets.squares]\nfactory = "{HOSTED}make_squares"\nkwargs = {{ length = 64 }}\n'
+        f'collate = "{CHECKED}collate_images"\n'
+    )
+    code, dataset = found("--config", str(config), "--batch-size", "1")
+    assert (code, dataset["problems"], dataset["repeatable"]) == (0, [], True)
+    assert (dataset["parts"][0]["path"], dataset["parts"][0]["type"]) == ("batch['images'][0]", "PIL.Image.Image")
+    assert [part["shape"] for part in dataset["parts"]][-1] == [6]
 
 
 def test_for_people_it_is_a_paragraph_for_each_dataset() -> None:

@@ -280,6 +280,8 @@ def test_invalid_mixtures_are_refused() -> None:
         DataLoader(Mixture(objects, weights), batch_size=8)
     with pytest.raises(ValueError, match="exclude a Mixture"):
         DataLoader(Mixture(objects, weights), sampler=[1, 2])
+    with pytest.raises(TypeError, match=r"must be a mapping from names to datasets, such as .*, got list"):
+        Mixture([[1], [2]], {"web": 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="source 'code' of a mixture must be a map-style dataset"):
         Mixture({"web": objects["web"], "code": iter([1])}, weights)
     with pytest.raises(ValueError, match="unknown source 'books'"):

@@ -45,6 +45,16 @@ def figures() -> Iterator[tuple[MadeUpServer, str]]:
 
 
 @pytest.fixture(scope="module")
+def imaging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Run a server whose dataset has an allowed collate function that returns images."""
+    config = tmp_path_factory.mktemp("images") / "loader.toml"
+    config.write_text(f'[datasets.all]\nfactory = "{HOSTED}numbers"\nfunctions = ["{CHECKED}collate_images"]\n')
+    server = ServerProcess("--config", str(config), "--port", "0", "--num-workers", "1")
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module")
 def hosting() -> Iterator[ServerProcess]:
     """Run a server with datasets of many kinds."""
     names = ("numbers", "failing", "stream")
@@ -388,6 +398,14 @@ def test_peek_as_json_has_the_same(hosting: ServerProcess) -> None:
     ]
 
 
+def test_peek_with_a_collate_function_and_a_type_that_is_not_imported(imaging: ServerProcess) -> None:
+    """A command-line user cannot import a library: values of its types are shown as plain values."""
+    done = tool("peek", imaging.url, "all", "--collate", CHECKED + "collate_images", "--json")
+    parts = json.loads(done.out)["parts"]
+    assert (done.code, parts[0]["path"], parts[0]["type"]) == (0, "batch['images'][0]", "PIL.Image.Image")
+    assert parts[-1]["shape"] == [6]
+
+
 def test_peek_is_the_batch_that_training_gets(hosting: ServerProcess) -> None:
     """The same arguments give the same samples as in training."""
     loader = DataLoader(RemoteDataset(hosting.url, "numbers"), 3, shuffle=True, seed=5, output="numpy")
@@ -469,6 +487,13 @@ def test_bench_measures_what_it_shows(hosting: ServerProcess) -> None:
     assert 0 < found["waited"] < found["seconds"]
     assert 0 < found["wait_p50"] <= found["wait_p95"] <= found["wait_max"]
     assert (done.err, tool("bench", hosting.url, "numbers", "--seconds", "0.2").err) == ("", ""), "no bar in a pipe"
+
+
+def test_bench_with_a_collate_function_and_a_type_that_is_not_imported(imaging: ServerProcess) -> None:
+    """The pixels of all images are measured."""
+    function = CHECKED + "collate_images"
+    done = tool("bench", imaging.url, "all", "--batch-size", "4", "--collate", function, "--seconds", "0.2", "--json")
+    assert (done.code, json.loads(done.out)["batch_bytes"]) == (0, 4 * 6)
 
 
 def test_bench_shows_the_servers_diagnosis(hosting: ServerProcess) -> None:

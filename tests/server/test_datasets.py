@@ -262,6 +262,18 @@ def test_an_error_in_a_factory_has_its_traceback(module: Module) -> None:
     assert "open_datasets" not in sentence
 
 
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("wrongly_called", "def make(split): ...\n"), ("calls_wrongly", "def inner(split): ...\ndef make(): inner()\n")],
+)
+def test_only_a_missing_argument_of_the_factory_has_advice_on_kwargs(name: str, code: str, module: Module) -> None:
+    """A TypeError that the factory's own code raises has nothing to do with its arguments."""
+    module(name, code)
+    sentence = refusal(open_datasets, [DatasetConfig(name="train", factory=f"{name}:make")])
+    assert "missing 1 required positional argument: 'split'" in sentence
+    assert ("kwargs" in sentence) is (name == "wrongly_called")
+
+
 # --- Types of datasets --------------------------------------------------------------------------------------------
 
 

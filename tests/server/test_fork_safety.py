@@ -26,8 +26,11 @@ def test_nothing_has_changed() -> None:
 
 
 def test_threads_of_python_and_of_native_libraries() -> None:
-    """Threads are named; native ones only if they have a name of their own, unlike those of OpenMP."""
-    before, started, end = ProcessState(), threading.Barrier(4), threading.Event()
+    """Threads are named; native ones only if they have a name of their own, unlike those of OpenMP.
+
+    Threads that a dataset does not need in a forked process are not reported.
+    """
+    before, started, end = ProcessState(), threading.Barrier(6), threading.Event()
 
     def run(name: bytes | None) -> None:
         if name is not None:
@@ -35,8 +38,9 @@ def test_threads_of_python_and_of_native_libraries() -> None:
         started.wait()
         end.wait()
 
-    threading.Thread(target=run, args=[b"python's"], name="reader", daemon=True).start()
-    for name in (b"tokio-runtime", None):
+    for python_name in ("reader", "tqdm_monitor"):
+        threading.Thread(target=run, args=[b"python's"], name=python_name, daemon=True).start()
+    for name in (b"tokio-runtime", b"jemalloc_bg_thd", None):
         _thread.start_new_thread(run, (name,))
     started.wait()
     try:

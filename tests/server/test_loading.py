@@ -224,6 +224,23 @@ def test_an_exception_of_the_dataset_is_a_failure_at_its_batch() -> None:
     assert [bench.batch(k, batch_size=2).tolist() for k in (0, 2)] == [[0, 1], [4, 5]]
 
 
+def test_a_traceback_begins_with_the_users_code() -> None:
+    """Frames of the server are omitted, also of the exception's cause, unless only the server's code was running."""
+
+    def fail(samples: list[Any]) -> Any:
+        try:
+            return samples[9]
+        except IndexError as error:
+            raise ValueError("no sample") from error
+
+    failure = Bench(Made(lambda index: index), collate=fail).failure(batch_size=2)
+    files = re.findall(r'File "(.+?)", line', failure.traceback)
+    assert files == [__file__, __file__]
+    ragged = Bench(Made(lambda index: np.zeros(index))).failure(batch_size=2)
+    assert ", in lazy_collate" in ragged.traceback
+    assert 'loading/stages.py"' in Bench(Made(lambda index: object), collate=list).failure(batch_size=2).traceback
+
+
 @pytest.mark.parametrize(
     ("error", "type_name", "message"),
     [

@@ -22,10 +22,11 @@ from hypothesis.extra import numpy as st_numpy
 
 from teleloader_shared import codec, registry
 from teleloader_shared.codec import BatchId, Failure
-from teleloader_shared.errors import EncodeError
+from teleloader_shared.errors import DecodeError, EncodeError
 from teleloader_shared.memory import NumpyMemory, TorchMemory
 from teleloader_shared.plain_values import TypeEntry
 from teleloader_shared.registry import register
+from teleloader_shared.tree import flatten, unflatten
 from tests.conftest import examples, label, need
 
 BATCH_ID = BatchId("loader", 0, 0)
@@ -566,3 +567,16 @@ def test_encodings_of_transformers_arrive_unchanged() -> None:
     feature = transformers.BatchFeature({"pixels": torch.ones(1)})
     assert type(received(feature)) is type(feature)
     assert received(feature)["pixels"] == 1
+
+
+def test_a_tool_keeps_what_it_cannot_restore() -> None:
+    """A tool that only shows batches gets the plain value of an unknown type, and can encode the value again."""
+    tree = {"registered": ["a.Type", [1, {"dict": [["x", None]]}]]}
+    with registry.keeping_unrestored():
+        kept = unflatten(tree, lambda *_: None)
+        restored = unflatten({"registered": ["datetime.date", "today"]}, lambda *_: None)
+    assert kept == registry.Unrestored("a.Type", [1, {"x": None}])
+    assert restored == registry.Unrestored("datetime.date", "today")
+    assert flatten(kept) == (tree, [])
+    with pytest.raises(DecodeError, match=r"has not registered"):
+        unflatten(tree, lambda *_: None)

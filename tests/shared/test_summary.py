@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
+from teleloader_shared.registry import Unrestored
 from teleloader_shared.summary import MAX_PARTS, Part, summarize
 from teleloader_shared.tree import ArrayLeaf
 from tests.conftest import need
@@ -56,6 +57,22 @@ def test_a_tensor_is_an_array() -> None:
     import torch
 
     assert summarize(torch.ones(2, dtype=torch.bfloat16)) == [Part("batch", "bfloat16", (2,), "")]
+
+
+def test_a_mapping_with_a_class_of_its_own_has_its_class_and_its_items() -> None:
+    """A mapping with a single array keeps the key of the array."""
+    parts = summarize([UserDict(a=np.ones(2))])
+    assert parts == [Part("batch[0]", "UserDict", None, ""), Part("batch[0]['a']", "float64", (2,), "1 to 1")]
+
+
+def test_an_unrestored_value_has_its_name_and_its_plain_value() -> None:
+    """If the plain value begins with the items of a mapping, their paths are those in the mapping."""
+    array = np.arange(3)
+    assert summarize([Unrestored("a.Image", ["RGB", array]), Unrestored("a.Batch", [{"x": array}, None])]) == [
+        Part("batch[0]", "a.Image", None, ""), Part("batch[0][0]", "str", None, "'RGB'"),
+        Part("batch[0][1]", "int64", (3,), "0 to 2"),
+        Part("batch[1]", "a.Batch", None, ""), Part("batch[1]['x']", "int64", (3,), "0 to 2"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("batch", [np.empty((0, 3)), np.array([1 + 2j])])

@@ -21,6 +21,7 @@ from teleloader.mixture import Mixture
 from teleloader.packing import Packing
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.orders.plan import Coverage
+from teleloader_shared.registry import keeping_unrestored
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.version import VERSION
 
@@ -153,11 +154,13 @@ def stats(url: str | list[str], watch: bool, interval: float, limit: int, as_jso
     "map-style datasets, which use all workers of the server.",
 )  # fmt: skip
 @click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression that the workers apply to arrays.")
-@options.of_loader(options.shuffle, options.drop_last, options.as_json, options.trust_directory, options.access)
+@options.of_loader(
+    options.shuffle, options.drop_last, options.collate, options.as_json, options.trust_directory, options.access
+)  # fmt: skip
 @options.of_lengths
 def bench(
     url: str | list[str], dataset: str | None, batch_size: int, seconds: float, step: float, num_workers: int,
-    compression: Any, shuffle: bool, drop_last: bool, as_json: bool,
+    compression: Any, shuffle: bool, drop_last: bool, collate: str | None, as_json: bool,
     trust_directory: bool, balance: LengthBalance | None, packing: Packing | None,
 ) -> None:  # fmt: skip
     """Load batches as a training loop does, and report the throughput.
@@ -173,12 +176,14 @@ def bench(
     size = batch_size if balance is None or balance.max_tokens is None else 1
     loader = DataLoader(
         remote, size, num_workers=num_workers, drop_last=drop_last, compression=compression, output="numpy",
+        collate_fn=collate,
         # with --shuffle, the loader rejects an iterable-style dataset
         shuffle=shuffle or None, seed=None if remote.iterable else secrets.randbits(63), rank=0, world_size=1,
         balance=balance, packing=packing,
     )  # fmt: skip
     try:
-        measured, diagnosis = Bench(loader, remote, seconds, step).run()
+        with keeping_unrestored():
+            measured, diagnosis = Bench(loader, remote, seconds, step).run()
     except BatchFailed as error:
         raise _NegativeResult(str(error)) from None
     show_bench(measured, diagnosis, as_json=as_json)
@@ -192,7 +197,7 @@ def bench(
 @click.option("--debug", is_flag=True, help="Load in the server's main process, for debugging with breakpoint().")
 @options.of_loader(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
-    options.tail, options.as_json, options.trust_directory, options.access,
+    options.tail, options.collate, options.as_json, options.trust_directory, options.access,
 )  # fmt: skip
 @options.of_lengths
 @click.pass_context
@@ -220,7 +225,8 @@ def peek(
         **_parameters(balance, packing, remote, **loader),
         **loader,
     )
-    frame = remote.batch(spec, epoch, batch, indices)
+    with keeping_unrestored():
+        frame = remote.batch(spec, epoch, batch, indices)
     if not peeks.show(frame, remote, as_json=as_json):
         ctx.exit(EXIT_NEGATIVE)
 

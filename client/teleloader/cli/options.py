@@ -39,6 +39,10 @@ trust_directory: Final = click.option(
 as_json: Final = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 
 shuffle: Final = click.option("--shuffle", is_flag=True, help="Shuffle the samples in each epoch.")
+collate: Final = click.option(
+    "--collate", metavar="MODULE:NAME",
+    help="Collate function, among the functions that the server's configuration allows; by default, the dataset's own.",
+)  # fmt: skip
 drop_last: Final = click.option("--drop-last", is_flag=True, help="Omit an incomplete last batch.")
 # `LoaderSpec` checks the ranges
 seed: Final = click.option(

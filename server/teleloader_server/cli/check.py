@@ -96,7 +96,7 @@ def _lines(found: Checked) -> Iterator[tuple[str, str]]:
         yield "batch", f"{found.batch_size} samples, {size(found.batch_bytes)}"
         for part in found.parts:
             shape = "" if part.shape is None else f"{part.shape} "
-            yield "", f"{part.path}  {part.type} {shape}{part.value}"
+            yield "", f"{part.path}  {part.type} {shape}{part.value}".rstrip()
     if found.samples_per_second is not None:
         yield "throughput", f"{number(found.samples_per_second)} samples/s per worker, in batches"
     if found.padding is not None and found.balanced_padding is not None:
@@ -106,6 +106,8 @@ def _lines(found: Checked) -> Iterator[tuple[str, str]]:
         )
     if found.repeatable is not None:
         yield "repeatable", "yes, recomputed batches are bit-identical" if found.repeatable else "no"
+    if found.unchecked:
+        yield "not checked", f"functions {', '.join(found.unchecked)}: each may be a collate_fn or a worker_init_fn"
 
 
 def progress_of(name: str) -> Callable[[str], None]:

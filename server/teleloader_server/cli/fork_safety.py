@@ -20,6 +20,13 @@ UNSAFE_TYPES: Final = {
 }  # fmt: skip
 """Names of the types whose objects do not work in a forked process, by module."""
 
+HARMLESS_THREADS: Final = {
+    "tqdm_monitor": "refreshes progress bars every 10 s, and progress bars work without it",
+    "jemalloc_bg_thd": "returns unused memory of Arrow; jemalloc has fork handlers, and works without the thread",
+}
+"""Reason why a dataset works in a forked process without the thread, by the name of the thread. Arrow's own threads
+have the name of the process, and Arrow starts new ones after a fork."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
@@ -35,8 +42,8 @@ def dangers(before: ProcessState, dataset: Any) -> list[str]:
     """Return the reasons why a dataset, built in this process since `before`, does not work in a forked process."""
     now = ProcessState()
     found = []
-    threads = sorted({thread.name for thread in now.threads - before.threads})
-    threads += sorted({name for _, name in now.native_threads - before.native_threads})
+    threads = sorted({thread.name for thread in now.threads - before.threads} - HARMLESS_THREADS.keys())
+    threads += sorted({name for _, name in now.native_threads - before.native_threads} - HARMLESS_THREADS.keys())
     if threads:
         found.append(f"building the dataset starts threads: {', '.join(threads)}")
     if libraries := sorted(now.libraries - before.libraries):

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -33,6 +34,7 @@ from teleloader_server.config import ConfigError, DatasetConfig
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import Limits
+from teleloader_server.loading.collate import UNSUPPORTED
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
 from teleloader_server.loading.sample_cache import CachedDataset
 from teleloader_server.permissions import ANYONE
@@ -46,6 +48,7 @@ from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.lengths import padding_of
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.ranges import BatchRanges
+from teleloader_shared.registry import keeping_unrestored
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.stats import Latency
 from teleloader_shared.summary import Part, summarize
@@ -120,6 +123,8 @@ class Checked:
     repeatable: bool | None = None
     """True if batches are bit-for-bit equal when they are computed again."""
     problems: list[Problem] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """Names of the functions that were not called, although clients may select them."""
 
     @property
     def failed(self) -> bool:
@@ -291,6 +296,25 @@ class Probe:
             await self._compare(hosted, first)
         else:
             await self._compare_shards(hosted, first)
+        await self._check_functions(hosted)
+
+    async def _check_functions(self, hosted: HostedDataset) -> None:
+        """Collate a batch with each function that clients may select as ``collate_fn``."""
+        names = [name for name in hosted.info.functions if name != hosted.info.collate]
+        if hosted.info.kind == "iterable":  # a function may be a worker-init function, unlike for map-style datasets
+            self.found.unchecked = names
+            return
+        for name in names:
+            self.on_step(f"collating with {name}")
+            failure = (await self._compute(hosted, self.batch_size, range(1), collate=name)).failure
+            if failure is not None:
+                text = failure.traceback.rstrip() or f"{failure.type}: {failure.message}"
+                self._problem(
+                    "warning",
+                    f"collate_fn={name} fails for a list of samples:\n{text}",
+                    "a training loop with this function would raise this exception. Fix the function, unless it is for "
+                    "batch_size=None",
+                )
 
     def _measure_padding(self, hosted: HostedDataset) -> None:
         lengths, size = hosted.lengths, self.batch_size
@@ -342,9 +366,8 @@ class Probe:
         if made.failure is None:
             return False
         failure = made.failure
-        first = f" starting at index {failure.indices[0]}" if failure.indices else ""
         text = failure.traceback.rstrip() or f"{failure.type}: {failure.message}"
-        self._problem("error", f"cannot compute a batch{first}:\n{text}", _advice_on(failure))
+        self._problem("error", f"cannot {_failed_step(failure)}:\n{text}", _advice_on(failure))
         return True
 
     async def _compare(self, hosted: HostedDataset, first: PassResult) -> None:
@@ -385,7 +408,8 @@ class Probe:
         one, other = first.batches[differing], again.batches[differing]
         place = path_of_difference(one, other, lambda one, other: _encoded(one) == _encoded(other))
         named = (self.config.factory, self.config.collate)
-        unseeded = unseeded_generators(hosted.dataset, [name.partition(":")[0] for name in named if name is not None])
+        modules = [name.partition(":")[0] for name in named if name is not None]
+        unseeded = unseeded_generators(hosted.dataset, modules, lambda: self._compute_here(hosted))
         cause = f". Probable cause: {'; '.join(unseeded[:SHOWN_CAUSES])}" if unseeded else ""
         advice = (
             "a batch must depend only on its indices and on random generators that workers seed: those of random, "
@@ -398,15 +422,25 @@ class Probe:
         self._problem("warning", f"recomputed batches differ in {place}{cause}", advice)
         return True
 
+    def _compute_here(self, hosted: HostedDataset) -> None:
+        """Compute a batch in this process."""
+        if hosted.info.kind == "map":
+            samples = [hosted.dataset[index] for index in range(min(self.batch_size, hosted.info.length or 0))]
+        else:
+            samples = list(islice(hosted.dataset, self.batch_size))
+        hosted.collate_batch(samples)
+
     async def _compute(
-        self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1, epoch: int = 0
-    ) -> PassResult:
+        self, hosted: HostedDataset, batch_size: int, numbers: range, workers: int = 1, epoch: int = 0,
+        collate: str | None = None,
+    ) -> PassResult:  # fmt: skip
         """Compute batches with new workers, for at most `PASS_SECONDS`."""
         limits = replace(self.limits, num_workers=workers)
         pools: PoolFactory = ObjectPools(lambda: {hosted.info.name: hosted}, limits)
         spec = LoaderSpec(
-            dataset=hosted.info.name, batch_size=batch_size, num_workers=workers, session=secrets.token_hex(16)
-        )
+            dataset=hosted.info.name, batch_size=batch_size, num_workers=workers, session=secrets.token_hex(16),
+            collate=collate,
+        )  # fmt: skip
         if self.config.start_method == "spawn":
             pools = ConfiguredPools([self.config], limits)
             if hosted.info.kind == "map":  # the shared pool
@@ -463,7 +497,8 @@ class _LeafMemory(Bits):
 def _read_all(frames: Sequence[NDArray[np.uint8]], stages: Mapping[str, Latency]) -> PassResult:
     batches, failure = {}, None
     for frame in frames:
-        batch_id, content, *_ = read(_LeafMemory(frame))
+        with keeping_unrestored():  # not every type can be restored from `ArrayLeaf` objects
+            batch_id, content, *_ = read(_LeafMemory(frame))
         if isinstance(content, Failure):
             failure = content
         elif not isinstance(content, End):
@@ -481,19 +516,37 @@ def _encoded(batch: Any) -> bytes:
     return to_bytes(BatchId("", 0, 0), batch)
 
 
+def _failed_step(failure: Failure) -> str:
+    if failure.sample is not None:
+        return f"load sample {failure.sample}"
+    if len(failure.indices) == 1:
+        return f"compute a batch of sample {failure.indices[0]}"
+    return f"compute a batch that starts with sample {failure.indices[0]}" if failure.indices else "compute a batch"
+
+
 def _advice_on(failure: Failure) -> str:
     name = failure.type.rpartition(".")[2]
     if name == "WorkerDied":
         return "possible causes: a crash in C code, os._exit() or exhausted memory"
     if name == "LoaderTimeout":
         return "the stack shows where the worker hung. If the dataset is slow, increase --batch-timeout"
-    if ", in collate_batch" in failure.traceback:
+    if failure.message.startswith(UNSUPPORTED.partition("{")[0]):
+        return (
+            "remove or convert the value in the dataset, or configure a collate function. The default one collates "
+            "tensors, arrays, numbers, strings, and containers of these"
+        )
+    if ", in lazy_collate" in failure.traceback:
         return "samples of one batch must have the same shape: resize or pad them, or configure a collate function"
     if name == "EncodeError":
         return "batches may contain arrays, numbers, text and containers of them: convert other values in the dataset"
     if name == "BatchTooLarge":
         return "use smaller batches, or increase --max-batch-bytes"
-    return "fix the dataset or skip such samples: a training loop would raise this exception"
+    if failure.sample is not None:
+        return (
+            'a training loop would raise this exception. Fix the dataset, or pass on_error="skip" or '
+            'on_error="replace" to the DataLoader (map-style datasets)'
+        )
+    return "a training loop would raise this exception. Fix the dataset or its collate function"
 
 
 def _open_files() -> set[str]:

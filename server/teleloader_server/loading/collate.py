@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from teleloader_shared import dtypes
 from teleloader_shared.tree import Tensor
 
-_UNSUPPORTED: Final = "default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found {}"
+UNSUPPORTED: Final = "default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found {}"
+"""Message of torch for a value of another type."""
 _UNSUPPORTED_TENSORS: Final = (
     "Batches of {} tensors are not currently supported by the default collate_fn; "
     "please provide a custom collate_fn to handle them appropriately."
@@ -208,7 +209,7 @@ def _collate(samples: Sequence[Any], stacking: _Stacking) -> Any:
         return _collate_numbers(samples, torch, stacking)
     if isinstance(first, Mapping | Sequence):
         return _collate_container(samples, stacking)
-    raise TypeError(_UNSUPPORTED.format(type(first)))
+    raise TypeError(UNSUPPORTED.format(type(first)))
 
 
 def _registered(kind: type, value: Any) -> Callable[[Sequence[Any]], Any] | None:
@@ -286,7 +287,7 @@ def _as_array(value: Any) -> NDArray[Any]:
 
 def _check_is_numeric(dtype: np.dtype[Any]) -> None:
     if dtype.kind in "SUOMmV" and dtypes.name_of(dtype) not in dtypes.EXTENDED:
-        raise TypeError(_UNSUPPORTED.format(dtype))
+        raise TypeError(UNSUPPORTED.format(dtype))
 
 
 def _array_of(value: Any) -> NDArray[Any]:
@@ -341,7 +342,7 @@ def _type_of_number(number: Any) -> np.dtype[Any]:
         if np.ndim(number):
             raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
         if number.dtype.kind not in "biufc":
-            raise TypeError(_UNSUPPORTED.format(type(number)))
+            raise TypeError(UNSUPPORTED.format(type(number)))
         return number.dtype
     for kind, dtype in ((bool, np.bool_), (int, np.int64), (float, np.float32), (complex, np.complex64)):
         if isinstance(number, kind):

@@ -160,12 +160,18 @@ def _advice(error: Exception, config: DatasetConfig) -> str:
         return (
             f"The server builds the dataset: {error.filename} must exist on the server (current folder: {Path.cwd()})"
         )
-    if isinstance(error, TypeError) and " missing " in str(error) and "required" in str(error):
+    if isinstance(error, TypeError) and " missing " in str(error) and _raised_here(error):
         return (
             f"The server calls {config.factory} without arguments. To pass arguments, use a --config file with "
             f"[datasets.{config.name}], factory = {json.dumps(config.factory)} and kwargs = {{ ... }}"
         )
     return ""
+
+
+def _raised_here(error: Exception) -> bool:
+    """Return True if this module called the function whose arguments are wrong, and not the function itself."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename == __file__
 
 
 def open_dataset(config: DatasetConfig) -> HostedDataset:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 
+import teleloader_shared
 from teleloader_server.loading.tasks import Indices
 from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Failure
+
+_INTERNAL: Final = (f"{Path(__file__).parents[1]}/", f"{Path(teleloader_shared.__file__).parent}/")
+_COLLATE: Final = f"{Path(__file__).parent}/collate.py"
+"""File of the default collate function, whose frames show which function failed."""
 
 
 def describe(error: BaseException, indices: Indices, worker: int, sample: int | None = None) -> Failure:
     """Convert an exception to the failure record that is sent to the client."""
     name, message = type_of(error), message_of(error)
     try:
-        text = "".join(traceback.format_exception(error))
+        shown = traceback.TracebackException.from_exception(error)
+        _drop_internal_frames(shown)
+        text = "".join(shown.format())
     except Exception:  # noqa: BLE001 - traceback calls str() of notes and causes
         text = f"{name}: {message}\n"
     first = indices[:MAX_INDICES]
@@ -22,6 +31,22 @@ def describe(error: BaseException, indices: Indices, worker: int, sample: int | 
         index for index in (first.tolist() if isinstance(first, np.ndarray) else first) if isinstance(index, int)
     ]
     return Failure(name, message[:MAX_TEXT], _cut(text), numbers, worker, sample)
+
+
+def _drop_internal_frames(shown: traceback.TracebackException) -> None:
+    """Remove the frames of the server before the first one of user code; keep all if there is no such frame."""
+    chain: list[traceback.TracebackException | None] = [shown]
+    while chain:
+        each = chain.pop()
+        if each is None:
+            continue
+        first = next((place for place, frame in enumerate(each.stack) if not _is_internal(frame.filename)), 0)
+        each.stack = traceback.StackSummary.from_list(each.stack[first:])
+        chain += [each.__cause__, each.__context__, *(each.exceptions or ())]
+
+
+def _is_internal(file: str) -> bool:
+    return file.startswith(_INTERNAL) and file != _COLLATE
 
 
 def type_of(error: BaseException) -> str:
