@@ -182,9 +182,9 @@ class DataLoader(Generic[Batch]):
         device_ahead: Batches to copy to the device before the training loop requests them, at least 0; 2 by default.
             Each occupies device memory.
         prefetch_next_epoch: Whether to prefetch the first batches of the next epoch at the end of an epoch, so that
-            the training loop waits for the first batch no longer than for others; True by default. Applies to the
-            seeded order with shared workers. Servers compute these batches with the lowest priority. The loader keeps
-            them in memory until the next epoch, and discards up to one prefetch window after the last one.
+            they are ready when the next epoch starts; True by default. Applies to the seeded order with shared workers.
+            Servers compute these batches with the lowest priority. The loader keeps them in memory until the next
+            epoch, and discards up to one prefetch window after the last one.
         on_error: What to do if the dataset raises an exception for a sample. ``"raise"`` (the default) raises it in
             ``next()``, as torch. ``"skip"`` omits the sample, so that the batch is shorter, and ``"replace"`` uses
             another sample of the dataset, chosen by seed, epoch, batch and position; both retry the sample first.
