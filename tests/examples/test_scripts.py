@@ -79,6 +79,7 @@ def test_two_ranks_see_each_sample_exactly_once(arguments: tuple[str, ...], free
     assert figure("error", printed) < 1e-3
 
 
+@pytest.mark.timeout(300)  # four processes import torch
 def test_tensor_parallel_ranks_get_the_same_batches(free_port: int) -> None:
     """The tensor-parallel ranks of each data-parallel rank agree, and the data-parallel ranks divide each epoch."""
     need("torch")
