@@ -140,8 +140,7 @@ class Dispatcher:
             self.store.unmark_unwanted(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
         furthest = max(pending.stop for pending in consumer.requests)
         consumer.ahead_start = consumer.ahead_cursor = furthest
-        # not from the furthest one: requests may arrive in another order, and only the client may know the epoch's end
-        consumer.ahead_stop = min(loader.batches, max(furthest, stop + request.prefetch))
+        consumer.ahead_stop = min(loader.batches, furthest + request.prefetch)
         self.store.active[consumer] = None
         self._enqueue(consumer)
         return pending

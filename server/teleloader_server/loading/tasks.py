@@ -68,7 +68,7 @@ class Report(NamedTuple):
     """Skipped and replaced samples; None if there are none."""
     slowest: int | None = None
     """Index of the sample whose fetch took longest; None if it is unknown."""
-    lengths: Sequence[int] = (0, 0)
+    lengths: tuple[int, int] = (0, 0)
     """Sum of the lengths of the samples, and number of samples x longest sample; (0, 0) if unknown."""
     cache: CacheCounts = CacheCounts()
 
@@ -88,7 +88,7 @@ class GroupReport(NamedTuple):
     """Skipped and replaced samples of each batch that has any, with the place of the batch in the group."""
     slowest: Sequence[int | None] = ()
     """Index of the slowest sample of each batch (`Report.slowest`)."""
-    lengths: Sequence[int] = (0, 0)
+    lengths: tuple[int, int] = (0, 0)
     """Sums of `Report.lengths` over all batches."""
     cache: CacheCounts = CacheCounts()
 
@@ -98,7 +98,7 @@ class GroupReport(NamedTuple):
         samples, failed, stages, substituted, slowest, lengths, cache = zip(*reports, strict=True)
         found = [(place, each) for place, each in enumerate(substituted) if each is not None]
         times = list(zip(*stages, strict=True))
-        padding = tuple(sum(each) for each in zip(*lengths, strict=True))
+        padding = sum(tokens for tokens, _ in lengths), sum(padded for _, padded in lengths)
         return cls(samples, failed[-1], times, cpu_wait, found, slowest, padding, CacheCounts.sum(cache))
 
     def without(self, places: Container[int]) -> GroupReport:
