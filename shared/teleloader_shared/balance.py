@@ -38,14 +38,11 @@ class BalanceSpec:
 
     def __post_init__(self) -> None:
         """Validate all fields."""
-        if not isinstance(self.lengths, str) or _DIGEST.fullmatch(self.lengths) is None:
-            raise InvalidSpec(
-                f"lengths of balance must be a digest of 32 hexadecimal digits, got {short(self.lengths)}"
-            )
-        _whole("window", self.window, MAX_WINDOW)
-        _whole("group", self.group, MAX_WINDOW)
+        check_digest("lengths of balance", self.lengths)
+        check_whole("window of balance", self.window, 1, MAX_WINDOW)
+        check_whole("group of balance", self.group, 1, MAX_WINDOW)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, MAX_TOKENS)
+            check_whole("max_tokens of balance", self.max_tokens, 1, MAX_TOKENS)
         if self.window % self.group:
             unit = "batch_size * world_size" if self.max_tokens is None else "group"
             raise InvalidSpec(
@@ -77,6 +74,21 @@ class BalanceSpec:
         )
 
 
-def _whole(name: str, value: object, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-        raise InvalidSpec(f"{name} of balance must be an integer in [1, {high}], got {short(value)}")
+def check_digest(name: str, value: object) -> None:
+    """Check that a value is the digest of lengths.
+
+    Raises:
+        InvalidSpec: If it is not; the message contains the name and the value.
+    """
+    if not isinstance(value, str) or _DIGEST.fullmatch(value) is None:
+        raise InvalidSpec(f"{name} must be a digest of 32 hexadecimal digits, got {short(value)}")
+
+
+def check_whole(name: str, value: object, low: int, high: int) -> None:
+    """Check that a value is an integer in [low, high].
+
+    Raises:
+        InvalidSpec: If it is not; the message contains the name and the value.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidSpec(f"{name} must be an integer in [{low}, {high}], got {short(value)}")

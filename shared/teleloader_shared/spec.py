@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 from teleloader_shared.balance import BalanceSpec
 from teleloader_shared.errors import InvalidSpec
+from teleloader_shared.packing import PackingSpec
 from teleloader_shared.units import counted
 from teleloader_shared.weights import MixtureSpec
 
@@ -27,6 +28,8 @@ MAX_EPOCH: Final = 2**62
 MAX_PRIVATE_WORKERS: Final = 1024
 MAX_NAME: Final = 512
 MAX_ERROR_RETRIES: Final = 100
+MAX_PACKED_TOKENS: Final = 2**31 - 1
+"""Maximum tokens in a batch of packed sequences: offsets are int32, as kernels for variable lengths require."""
 MAX_STATES: Final = 768 * 1024
 """Maximum total length of the states of all shards, in characters, divided equally among the shards: the states are
 part of the registration request, which is limited to `max_spec_bytes` (1 MiB by default)."""
@@ -72,6 +75,9 @@ class LoaderSpec:
     balance: BalanceSpec | None = None
     """Parameters of length-balanced batches; None for batches of the epoch's order. In JSON an object
     (`BalanceSpec.to_json`)."""
+    packing: PackingSpec | None = None
+    """Parameters of packed sequences, of which batches then consist; None for batches of samples. In JSON an object
+    (`PackingSpec.to_json`)."""
     batch_of: BatchOf = "samples"
     """Content of the batches: ``samples``, or the ``lengths`` of the samples as an int64 array."""
     checksum: bool = True
@@ -133,6 +139,7 @@ class LoaderSpec:
             )
         self._check_mixture()
         self._check_balance()
+        self._check_packing()
         self._check_session()
         _choice("tail", self.tail, get_args(Tail))
         _choice("compression", self.compression, (None, *get_args(Compression)))
@@ -172,6 +179,37 @@ class LoaderSpec:
                 f"group of balance must be batch_size * world_size = {self.batch_size * self.world_size} without "
                 f"max_tokens, got {given.group}"
             )
+
+    def _check_packing(self) -> None:
+        given: Any = self.packing
+        if given is None:
+            return
+        if not isinstance(given, PackingSpec):
+            object.__setattr__(self, "packing", given := PackingSpec.from_json(given))
+        excluded = {
+            "order=client": self.order == "client", "mixture": self.mixture is not None,
+            "balance": self.balance is not None, "collate": self.collate is not None,
+            f"on_error={self.on_error}": self.on_error != "raise",
+        }  # fmt: skip
+        for name, is_given in excluded.items():
+            if is_given:
+                raise InvalidSpec(f"packing excludes {name}: {_EXCLUDED_BY_PACKING[name.partition('=')[0]]}")
+        if self.batch_size is None or self.batch_size * given.sequence_length > MAX_PACKED_TOKENS:
+            raise InvalidSpec(
+                f"packing requires batch_size * sequence_length in [1, {MAX_PACKED_TOKENS}], got "
+                f"batch_size={json.dumps(self.batch_size)} and sequence_length={given.sequence_length}"
+            )
+
+    @property
+    def required_lengths(self) -> str | None:
+        """Digest of the lengths of the samples that determine the batches; None if lengths do not determine them."""
+        of_lengths = self.balance or self.packing
+        return None if of_lengths is None else of_lengths.lengths
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if the number of batches depends on the lengths of the samples, so that each epoch is prepared."""
+        return self.packing is not None or self.has_token_batches
 
     @property
     def has_token_batches(self) -> bool:
@@ -233,7 +271,7 @@ class LoaderSpec:
         """
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         fields = {name: value for name, (value, default) in values.items() if value != default}
-        for name in ("mixture", "balance"):
+        for name in ("mixture", "balance", "packing"):
             if name in fields:
                 fields[name] = fields[name].to_json()
         return fields
@@ -252,6 +290,13 @@ class LoaderSpec:
 
 _RECORD_BYTES: Final = 2048
 """Estimated memory of a spec without its strings, and of the server's record of the loader, in bytes."""
+_EXCLUDED_BY_PACKING: Final = {
+    "order": "the lengths determine the batches. Remove the sampler",
+    "mixture": "the weights determine the batches. Remove either of them",
+    "balance": "both determine the batches. Remove either of them",
+    "collate": "the documents are packed in its place. Remove collate_fn, and tokenize the documents in the dataset",
+    "on_error": 'another document has another length. Use on_error="raise", and handle the exception in the dataset',
+}
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 

@@ -180,8 +180,9 @@ def test_an_unknown_field_is_refused() -> None:
         LoaderSpec.from_json({"dataset": "d", "batchsize": 4})
     assert str(caught.value) == (
         "unknown field 'batchsize' in the loader spec: expected one of dataset, fingerprint, batch_size, shuffle, "
-        "drop_last, order, seed, rank, world_size, tail, mixture, balance, batch_of, checksum, compression, collate, "
-        "worker_init, on_error, error_retries, session, num_workers, shard_states, resumed_epoch, in_process, delivered"
+        "drop_last, order, seed, rank, world_size, tail, mixture, balance, packing, batch_of, checksum, compression, "
+        "collate, worker_init, on_error, error_retries, session, num_workers, shard_states, resumed_epoch, in_process, "
+        "delivered"
     )
 
 
@@ -209,6 +210,7 @@ NEEDED: dict[str, dict[str, Any]] = {"rank": {"world_size": 4}, "shard_states": 
 """Required values of other fields for the ranges below."""
 
 BALANCES = "null or an object with lengths, window, group and max_tokens"
+PACKINGS = "null or an object with lengths, sequence_length, window and pad_token_id"
 MIXTURES = "null or an object with sources [[name, length], ...], stages [[start, weights], ...] and samples"
 REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("dataset", "the name of a hosted dataset", ("", None, 4, b"train", ["train"])),
@@ -223,6 +225,7 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("tail", 'one of "pad", "drop", "uneven"', ("", "Pad", None, 0, True, ["pad"], {"pad": 1})),
     ("mixture", MIXTURES, ("", 4, [], {}, {"sources": [], "stages": []}, {"samples": 4, "sources": [], "stages": [0]})),
     ("balance", BALANCES, ("", 4, [], {}, {"window": 4})),
+    ("packing", PACKINGS, ("", 4, [], {}, {"window": 4})),
     ("batch_of", 'one of "samples", "lengths"', ("", "sizes", None, 0, ["samples"])),
     ("checksum", "true or false", (*NOT_FLAGS, "xxh3")),
     ("compression", 'one of null, "zstd", "lz4"', ("", "gzip", 0, False, ["zstd"], {})),

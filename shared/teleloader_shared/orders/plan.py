@@ -13,6 +13,9 @@ is periodic, too.
 
 Length-balanced batches (`balance`) rearrange the positions of each window. With a limit of tokens, the number of
 samples in a batch varies: positions are then the numbers of the batches of all ranks, and each rank has one per step.
+
+With packed sequences (`packing`), positions are the numbers of the sequences of all ranks, and are divided like
+samples.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ from numpy.typing import NDArray
 from teleloader_shared.balance import MAX_WINDOWS, BalanceSpec
 from teleloader_shared.errors import BatchOutOfRange, DatasetChanged, InvalidSpec
 from teleloader_shared.lengths import Lengths
+from teleloader_shared.orders import balance, packing
 from teleloader_shared.orders.balance import StepOrder, token_batches
 from teleloader_shared.orders.mixture import MixtureOrder
+from teleloader_shared.orders.packing import Pieces, packed_sequences
 from teleloader_shared.orders.permutation import Permutation
 from teleloader_shared.orders.seeding import derive, random_below
 from teleloader_shared.orders.windows import Groups
@@ -47,9 +52,9 @@ class Plan:
         spec: Parameters of the loader.
         length: Number of samples in the dataset, up to 2**62.
         epoch: Epoch number, from 0.
-        lengths: Lengths of the samples, if the spec has `balance`. None is sufficient for the number of batches of a
-            fixed size.
-        starts: Result of `balance.prepared`, if the spec has `max_tokens`; None to prepare the order.
+        lengths: Lengths of the samples, if the spec has `balance` or `packing`. None is sufficient for the number of
+            balanced batches of a fixed size.
+        starts: Result of `prepare`, if the spec is prepared (`LoaderSpec.is_prepared`); None to prepare the order.
 
     Raises:
         InvalidSpec: If the epoch or the length is out of range, or a sample is longer than `max_tokens`.
@@ -83,11 +88,17 @@ class Plan:
         self._epoch_samples = length if mixture is None else mixture.samples
         self._groups: Groups[NDArray[np.int64]] | None = None
         """Batches of all ranks with `max_tokens`; None for batches of a fixed size."""
-        if spec.balance is not None and spec.balance.max_tokens is not None:
+        self._sequences: Groups[NDArray[np.int64]] | None = None
+        """Packed sequences of all ranks; None without packing."""
+        if spec.is_prepared:
             if lengths is None:
-                raise TypeError("a plan with max_tokens requires lengths")
-            self._groups = token_batches(spec.balance, lengths, epoch, spec.seed if spec.shuffle else None, starts)
-            self._epoch_samples = len(self._groups)
+                raise TypeError("a plan with max_tokens or packing requires lengths")
+            seed = spec.seed if spec.shuffle else None
+            if spec.packing is not None:
+                self._sequences = packed_sequences(spec.packing, lengths, epoch, seed, starts)
+            elif spec.balance is not None:
+                self._groups = token_batches(spec.balance, lengths, epoch, seed, starts)
+            self._epoch_samples = len(self._groups or self._sequences or ())
         self._total = _total(spec, self._epoch_samples)
         self.samples = max(0, -(-(self._total - spec.rank) // spec.world_size))
         self._batch_size = spec.batch_size or 1
@@ -114,10 +125,14 @@ class Plan:
     def __getitem__(self, k: int) -> NDArray[np.int64]:
         """Return the dataset indices of batch k, int64 of shape (samples in the batch,).
 
+        With packed sequences, the indices of the documents of which the batch contains pieces, each once.
+
         Raises:
             BatchOutOfRange: If k is not in [0, len(plan)).
         """
         self.check(k)
+        if self._sequences is not None:
+            return self.pieces(k).distinct
         if self._groups is not None:
             return self._groups[int(self._positions(k, k + 1)[0])]
         number, within = divmod(k, self._batches_per_block)
@@ -129,13 +144,13 @@ class Plan:
     def first(self, k: int, count: int) -> NDArray[np.int64]:
         """Return the first `count` indices of batch k, in time that does not depend on the batch size.
 
-        With `LoaderSpec.balance`, the time is that of batch k.
+        With `LoaderSpec.balance` or `LoaderSpec.packing`, the time is that of batch k.
 
         Raises:
             BatchOutOfRange: If k is not in [0, len(plan)).
         """
         self.check(k)
-        if self._groups is not None:
+        if self.spec.is_prepared:
             return self[k][:count]
         start = k * self._batch_size
         return self._indices_at(start, start + min(count, self._batch_size))
@@ -151,6 +166,17 @@ class Plan:
             return 0
         padding = int((self._unwrapped(start, stop) >= self._epoch_samples).sum())
         return padding if self._groups is None else padding * len(self[k])
+
+    def pieces(self, k: int) -> Pieces:
+        """Return the pieces of documents of which the packed sequences in batch k consist.
+
+        Raises:
+            BatchOutOfRange: If k is not in [0, len(plan)).
+            TypeError: If the loader has no `packing`.
+        """
+        if self._sequences is None:
+            raise TypeError("the plan has no pieces of documents: the loader requires packing=")
+        return Pieces.of(self._sequences[int(number)] for number in self._positions_of(k))
 
     def sources(self, k: int) -> NDArray[np.int64]:
         """Return the number of the source of each sample in batch k of a mixture, int64 of shape (samples,).
@@ -230,11 +256,30 @@ class Plan:
         return found[start - first * self._batch_size : stop - first * self._batch_size]
 
 
+def prepare(spec: LoaderSpec, lengths: Lengths, epoch: int) -> NDArray[np.int64]:
+    """Prepare an epoch: return the number of batches (`balance`) or sequences (`packing`) before each window, and all.
+
+    Args:
+        spec: Parameters of the loader, with `is_prepared`.
+        lengths: Lengths of the samples.
+        epoch: Epoch number.
+
+    Raises:
+        TypeError: If the order does not require a preparation.
+    """
+    seed = spec.seed if spec.shuffle else None
+    if spec.packing is not None:
+        return packing.prepared(spec.packing, lengths, epoch, seed)
+    if spec.balance is not None and spec.has_token_batches:
+        return balance.prepared(spec.balance, lengths, epoch, seed)
+    raise TypeError("only orders with max_tokens or packing are prepared")
+
+
 def check_lengths(spec: LoaderSpec, length: int, lengths: Lengths | None) -> None:
     """Check that lengths are those for which a loader was created, and allow its `max_tokens`.
 
     Args:
-        spec: Parameters of the loader; without `balance`, nothing is checked.
+        spec: Parameters of the loader; without `balance` and `packing`, nothing is checked.
         length: Number of samples in the dataset.
         lengths: The lengths; None if they are not used.
 
@@ -242,11 +287,13 @@ def check_lengths(spec: LoaderSpec, length: int, lengths: Lengths | None) -> Non
         DatasetChanged: If the lengths differ from those of the spec.
         InvalidSpec: If a sample is longer than `max_tokens`, or the window is too small.
     """
-    if spec.balance is None or lengths is None:
+    required = spec.required_lengths
+    if required is None or lengths is None:
         return
-    if lengths.digest != spec.balance.lengths or len(lengths) != length:
-        raise DatasetChanged(other_lengths(spec.dataset, lengths.digest, spec.balance.lengths))
-    check_limit(spec.balance, length, lengths.longest, lengths.longest_sample)
+    if lengths.digest != required or len(lengths) != length:
+        raise DatasetChanged(other_lengths(spec.dataset, lengths.digest, required))
+    if spec.balance is not None:
+        check_limit(spec.balance, length, lengths.longest, lengths.longest_sample)
 
 
 def other_lengths(dataset: str, found: str | None, required: str) -> str:
