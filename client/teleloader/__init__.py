@@ -13,6 +13,7 @@ from teleloader.balance import LengthBalance
 from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
 from teleloader.mixture import Mixture
+from teleloader.packing import Packing
 from teleloader.stats import LoaderStats
 from teleloader_shared.errors import (
     AccessDenied,
@@ -56,6 +57,7 @@ __all__ = [
     "LoaderStats",
     "LoaderTimeout",
     "Mixture",
+    "Packing",
     "ProtocolError",
     "RemoteDataset",
     "RemoteError",

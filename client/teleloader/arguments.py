@@ -167,20 +167,27 @@ def check_mixture(seed: int | None, *, sampler: object) -> None:
         raise ValueError("a Mixture requires seed=: its order is computed from the seed")
 
 
-def check_balance(seed: int | None, *, sampler: object, iterable: bool, mixture: bool) -> None:
-    """Validate the arguments of a loader with `balance`.
+def check_lengths_order(name: str, seed: int | None, *, sampler: object, iterable: bool, mixture: bool) -> None:
+    """Validate the arguments of a loader whose order depends on lengths.
+
+    Args:
+        name: Argument that requires lengths: ``balance`` or ``packing``.
+        seed: The loader's `seed` argument.
+        sampler: The loader's `sampler` or `batch_sampler` argument.
+        iterable: Whether the dataset is iterable-style.
+        mixture: Whether the dataset is a `Mixture`.
 
     Raises:
         ValueError: If `seed` is None, a sampler is given, or the dataset is iterable-style or a `Mixture`.
     """
     if mixture:
-        raise ValueError("balance excludes a Mixture: its weights determine the batches")
+        raise ValueError(f"{name} excludes a Mixture: its weights determine the batches")
     if iterable:
-        raise ValueError("balance requires a map-style dataset: an iterable-style dataset determines its batches")
+        raise ValueError(f"{name} requires a map-style dataset: an iterable-style dataset determines its batches")
     if sampler is not None:
-        raise ValueError("balance excludes sampler and batch_sampler: the lengths determine the batches")
+        raise ValueError(f"{name} excludes sampler and batch_sampler: the lengths determine the batches")
     if seed is None:
-        raise ValueError("balance requires seed=: the order is computed from the seed")
+        raise ValueError(f"{name} requires seed=: the order is computed from the seed")
 
 
 def check_token_batches(batch_size: int | None, *, drop_last: object) -> None:

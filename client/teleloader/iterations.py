@@ -99,7 +99,7 @@ class Start:
         progress, stop = self._progress(spec, registered.length, keeps_dataset=keeps_dataset)
         previous_states = self.previous_states if keeps_dataset and order.has_shards else None
         progress.continues_dataset = previous_states is not None
-        if order.has_plan and not spec.has_token_batches and stop != registered.batches:
+        if order.has_plan and not spec.is_prepared and stop != registered.batches:
             raise ProtocolError(
                 f"{dataset.url} reports {registered.batches} batches per epoch, expected {stop}: install the same "
                 "release of teleloader on both sides"

@@ -19,9 +19,9 @@ from teleloader.arguments import (
     Arguments,
     as_context,
     check,
-    check_balance,
     check_errors,
     check_iteration,
+    check_lengths_order,
     check_mixture,
     check_ranks,
     check_token_batches,
@@ -38,6 +38,7 @@ from teleloader.hosting import find_dataset
 from teleloader.iterations import Start
 from teleloader.mixture import Mixture
 from teleloader.orders import Order, Orders, distributed_rank
+from teleloader.packing import Packing
 from teleloader.sampling import (
     PROCESS_GENERATORS,
     IndexLists,
@@ -64,10 +65,12 @@ DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
 _ORDERING: Final = (
     "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "seed", "rank", "world_size", "tail",
-    "balance",
+    "balance", "packing",
 )  # fmt: skip
 """Arguments that determine the order of the samples."""
-_FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers", "balance")
+_FIXED: Final = (
+    "batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers", "balance", "packing",
+)  # fmt: skip
 """Attributes that are read-only after construction, most of them as in torch."""
 
 _numbers = itertools.count()
@@ -146,6 +149,9 @@ class DataLoader(Generic[Batch]):
         balance: A `LengthBalance` for batches of samples of similar length, or of a limited number of tokens; requires
             `seed`, and a dataset that states `sample_lengths`. With `max_tokens`, it excludes `batch_size` and
             `drop_last`. None (the default) does not use lengths.
+        packing: A `Packing` for batches of token sequences that are packed from documents, the samples of the dataset;
+            requires `seed`, and a dataset that states `sample_lengths`. `batch_size`, `drop_last` and `tail` then
+            count sequences. Excludes `balance`, `collate_fn` and `on_error`. None (the default) does not pack.
         output: Library of the arrays: ``"torch"``, ``"numpy"`` or ``"jax"``. None (the default) is torch if it is
             installed, otherwise NumPy.
         checksum: Whether each batch has a checksum, by which damaged responses are detected and retried; True by
@@ -220,6 +226,7 @@ class DataLoader(Generic[Batch]):
         error_retries: int = 2,
         max_errors: float = 0.01,
         balance: LengthBalance | None = None,
+        packing: Packing | None = None,
     ) -> None:
         self._construction = Construction(self, locals())
         self._remote = remote = find_dataset(dataset, num_workers)
@@ -236,11 +243,13 @@ class DataLoader(Generic[Batch]):
         mixture = dataset.spec if isinstance(dataset, Mixture) else None
         if mixture is not None:
             check_mixture(seed, sampler=user_sampler)
-        self.balance = balance
-        if balance is not None:
-            check_balance(seed, sampler=user_sampler, iterable=remote.iterable, mixture=mixture is not None)
-            if balance.max_tokens is not None:
-                check_token_batches(batch_size, drop_last=drop_last)
+        self.balance, self.packing = balance, packing
+        for name, given in (("balance", balance), ("packing", packing)):
+            if given is not None:
+                has_mixture = mixture is not None
+                check_lengths_order(name, seed, sampler=user_sampler, iterable=remote.iterable, mixture=has_mixture)
+        if balance is not None and balance.max_tokens is not None:
+            check_token_batches(batch_size, drop_last=drop_last)
         self._output: Output = choose_output(output)
         self.dataset, self.generator = dataset, generator
         self.num_workers, self.persistent_workers = num_workers, persistent_workers
@@ -340,9 +349,10 @@ class DataLoader(Generic[Batch]):
         if self._distributed:
             rank, world_size = distributed_rank()
             spec = replace(spec, rank=rank, world_size=world_size)
-        if self.balance is None:
-            return spec
-        return replace(spec, balance=self.balance.spec(self._remote.info, spec.batch_size or 1, spec.world_size))
+        if self.balance is not None:
+            balance = self.balance.spec(self._remote.info, spec.batch_size or 1, spec.world_size)
+            spec = replace(spec, balance=balance)
+        return spec if self.packing is None else replace(spec, packing=self.packing.spec(self._remote.info))
 
     @property
     def _order(self) -> Order:
@@ -388,7 +398,7 @@ class DataLoader(Generic[Batch]):
 
         Skipped samples are not counted, and replacements are (``on_error``). Batches are not counted if ``next()``
         raised an exception in their place. If the dataset's ``__getitems__`` returns fewer samples than indices, all
-        indices are counted.
+        indices are counted. With `packing`, the batches that contain tokens of a sample are counted.
 
         Batches before a restored position are counted as planned, without the failed samples and batches in this rank's
         state. After a resume, the counts are therefore only exact if each rank has restored its own state, with the
@@ -673,6 +683,8 @@ class DataLoader(Generic[Batch]):
             common["mixture"] = spec.mixture.digest
         if spec.balance is not None:
             common["balance"] = spec.balance.identity
+        if spec.packing is not None:
+            common["packing"] = spec.packing.identity
         return {"dataset": spec.fingerprint, "order": order.name, **common}
 
     def stats(self) -> LoaderStats:
@@ -688,13 +700,15 @@ class DataLoader(Generic[Batch]):
     def __repr__(self) -> str:
         spec = self.spec
         ranks = f", rank={spec.rank}, world_size={spec.world_size}, tail={spec.tail!r}" if spec.world_size > 1 else ""
-        balance = "" if self.balance is None else f", balance={self.balance!r}"
+        given = [f", {name}={value!r}" for name in ("balance", "packing") if (value := getattr(self, name)) is not None]
         return (
             f"DataLoader({self.dataset!r}, batch_size={self.batch_size}, shuffle={spec.shuffle}, "
-            f"drop_last={spec.drop_last}, seed={self._seed}{ranks}{balance})"
+            f"drop_last={spec.drop_last}, seed={self._seed}{ranks}{''.join(given)})"
         )
 
 
 def _unit(spec: LoaderSpec) -> str:
     """Return the unit in which states count the position of all ranks."""
+    if spec.packing is not None:
+        return "sequences"
     return "batches" if spec.has_token_batches else "samples"

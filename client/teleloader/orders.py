@@ -85,7 +85,8 @@ class Order(ABC):
     def global_batch_size(self, spec: LoaderSpec) -> int | None:
         """Return the number of samples per step of all ranks, or None if saved positions count batches of this rank.
 
-        With `max_tokens`, the number of batches per step: saved positions count the batches of all ranks.
+        With `max_tokens`, the number of batches per step: saved positions count the batches of all ranks. With
+        `packing`, the number of sequences per step.
         """
         if spec.has_token_batches:
             return spec.world_size
@@ -132,12 +133,12 @@ class PlanOrder(Order):
         self._lengths = lengths
 
     def length(self, spec: LoaderSpec, epoch: int) -> int:
-        """Return the number of batches of the epoch on this rank; epochs differ only with `max_tokens`."""
+        """Return the number of batches of the epoch on this rank; epochs differ only with `max_tokens` or `packing`."""
         return self._batches(spec, epoch, None)
 
     def plan(self, spec: LoaderSpec, epoch: int, length: int | None = None) -> Plan:
         """Return the plan with the sample indices of each batch in an epoch."""
-        lengths = None if spec.balance is None else self._lengths()
+        lengths = None if spec.required_lengths is None else self._lengths()
         return Plan(spec, len(self._dataset) if length is None else length, epoch, lengths)
 
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, int]:
@@ -146,7 +147,7 @@ class PlanOrder(Order):
         return self._batches(spec, epoch, length), self._batches(replace(spec, rank=0), epoch, length)
 
     def _batches(self, spec: LoaderSpec, epoch: int, length: int | None) -> int:
-        if spec.has_token_batches:
+        if spec.is_prepared:
             return len(self.plan(spec, epoch, length))
         return len(Plan(spec, len(self._dataset) if length is None else length, epoch))
 

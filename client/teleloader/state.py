@@ -64,7 +64,7 @@ def save(
         global_batch_size: In seeded order, the samples per batch of all ranks together: the position is saved in
             samples, so that it is valid for another number of ranks. None saves it in batches.
         generators: Current states of the random generators from which later epochs are drawn.
-        unit: What `global_batch_size` counts: ``samples`` or ``batches``.
+        unit: What `global_batch_size` counts: ``samples``, ``sequences`` or ``batches``.
     """
     state = {"version": STATE_VERSION, "epoch": position.epoch, **identity}
     if position.base_seed is not None:
@@ -132,7 +132,7 @@ def _epoch_and_batch(state: Mapping[str, Any], global_batch_size: int | None, un
         )
     if rest:
         raise StateMismatch(
-            f"the state was saved after {count} samples, which is not a multiple of this loader's batch_size * "
+            f"the state was saved after {count} {unit}, which is not a multiple of this loader's batch_size * "
             f"world_size = {global_batch_size}: choose batch_size and world_size whose product divides {count}"
         )
     return epoch, batch

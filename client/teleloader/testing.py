@@ -162,7 +162,7 @@ class _InProcessServer(BatchServer):
         is_planned = info.kind == "map" and spec.order == "plan"
         return Registration(
             key=key,
-            batches=len(Plan(spec, info.length or 0, 0)) if is_planned and not spec.has_token_batches else None,
+            batches=len(Plan(spec, info.length or 0, 0)) if is_planned and not spec.is_prepared else None,
             length=info.length,
             fingerprint=info.fingerprint,
             num_workers=spec.shards,

@@ -28,10 +28,10 @@ class DataLoader(teleloader.DataLoader, torch.utils.data.DataLoader):  # type: i
     """
 
     def _make_samplers(self, *, shuffle: bool) -> tuple[Any, Any]:
-        if self.balance is not None:
+        if self.balance is not None or self.packing is not None:
             raise ValueError(
-                "teleloader.torch.DataLoader does not support balance: no sampler of torch has this order. Use "
-                "teleloader.DataLoader"
+                "teleloader.torch.DataLoader does not support balance and packing: no sampler of torch has this order. "
+                "Use teleloader.DataLoader"
             )
         if self._divides_epoch or self._seed is not None:
             sampler = PlanSampler(self.dataset, self._spec, distributed=self._distributed)

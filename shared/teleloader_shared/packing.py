@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -13,7 +11,6 @@ from teleloader_shared.text import short
 
 MAX_SEQUENCE_LENGTH: Final = 2**30
 """Maximum tokens in a sequence: offsets in a batch are int32."""
-DEFAULT_WINDOW: Final = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class PackingSpec:
     """Digest of the lengths of the documents (`Lengths.digest`)."""
     sequence_length: int
     """Tokens in each sequence, including padding."""
-    window: int = DEFAULT_WINDOW
+    window: int
     """Documents that are packed together, over all ranks."""
     pad_token_id: int = 0
     """Token that fills the end of a sequence."""
@@ -41,9 +38,12 @@ class PackingSpec:
         check_whole("pad_token_id of packing", self.pad_token_id, -(2**63), 2**63 - 1)
 
     @property
-    def digest(self) -> str:
-        """Digest of all parameters as 16 hexadecimal digits; part of saved states."""
-        return hashlib.blake2b(json.dumps(self.to_json()).encode(), digest_size=8).hexdigest()
+    def identity(self) -> str:
+        """All parameters as a short text, which is part of saved states."""
+        return (
+            f"sequence_length={self.sequence_length}, window={self.window}, pad_token_id={self.pad_token_id}, "
+            f"lengths={self.lengths[:16]}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the parameters as a JSON object."""

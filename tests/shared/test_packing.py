@@ -322,7 +322,7 @@ def test_batches_out_of_range_are_errors() -> None:
 def test_arguments_that_exclude_packing_are_named(fields: dict[str, Any], message: str) -> None:
     """The error names the argument and its value."""
     with pytest.raises(InvalidSpec, match=message):
-        LoaderSpec(dataset="text", packing=PackingSpec("0" * 32, 2048), **fields)
+        LoaderSpec(dataset="text", packing=PackingSpec("0" * 32, 2048, 64), **fields)
 
 
 @pytest.mark.parametrize(

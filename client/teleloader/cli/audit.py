@@ -1,9 +1,9 @@
-"""Command ``teleloader audit``: checks that an epoch visits each sample exactly once, or the weights of a mixture."""
+"""Command ``teleloader audit``: checks that an epoch visits each sample or token exactly once, or matches weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from rich.text import Text
 
 from teleloader.cli.showing import print_json, progress_bar, results_console
 from teleloader_shared.lengths import Lengths
+from teleloader_shared.orders.packing import TokenCoverage, audit_tokens
 from teleloader_shared.orders.plan import Coverage, Plan, count_visits
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import printable
-from teleloader_shared.units import counted
+from teleloader_shared.units import counted, share
 from teleloader_shared.weights import MixtureSpec
 
 SHOWN = 10
@@ -36,18 +37,31 @@ def planned(spec: LoaderSpec, length: int, epoch: int, lengths: Lengths | None =
         lengths: Lengths of the samples, if the spec has `balance`.
     """
     plans = [Plan(replace(spec, rank=rank), length, epoch, lengths) for rank in range(spec.world_size)]
+    return count_visits((np.concatenate([plan[k] for k in numbers]) for plan, numbers in _in_steps(plans)), length)
+
+
+def planned_tokens(spec: LoaderSpec, lengths: Lengths, epoch: int) -> TokenCoverage:
+    """Count the tokens in the packed sequences of an epoch, over all ranks, and show a progress bar.
+
+    Args:
+        spec: Parameters of the loader, with `packing`.
+        lengths: Lengths of the documents.
+        epoch: Epoch number.
+    """
+    plans = [Plan(replace(spec, rank=rank), len(lengths), epoch, lengths) for rank in range(spec.world_size)]
+    batches = (plan.pieces(k) for plan, numbers in _in_steps(plans) for k in numbers)
+    return audit_tokens(batches, lengths, spec.packing.sequence_length if spec.packing is not None else 0)
+
+
+def _in_steps(plans: Sequence[Plan]) -> Iterator[tuple[Plan, range]]:
+    """Yield successive batch numbers of all plans, and show a progress bar."""
     columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress_bar(*columns) as progress:
         bar = progress.add_task("", total=sum(map(len, plans)))
-
-        def batches() -> Iterator[NDArray[np.int64]]:
-            for found in plans:
-                for start in range(0, len(found), STEP):
-                    stop = min(start + STEP, len(found))
-                    yield np.concatenate([found[k] for k in range(start, stop)])
-                    progress.advance(bar, stop - start)
-
-        return count_visits(batches(), length)
+        for plan in plans:
+            for start in range(0, len(plan), STEP):
+                yield plan, (numbers := range(start, min(start + STEP, len(plan))))
+                progress.advance(bar, len(numbers))
 
 
 def received(files: Sequence[str], length: int) -> NDArray[np.int64]:
@@ -164,6 +178,29 @@ def show(found: Coverage, name: str, spec: LoaderSpec, epoch: int | None, *, as_
         console.print(Text(f"visited more than once: {_some(found.repeated)}{_why_repeated(spec)}"))
 
 
+def show_tokens(found: TokenCoverage, name: str, spec: LoaderSpec, epoch: int, *, as_json: bool) -> None:
+    """Print an audit result of packed sequences as text or JSON."""
+    if as_json:
+        values = {each.name: getattr(found, each.name) for each in fields(found)}
+        values = {each: value.size if isinstance(value, np.ndarray) else value for each, value in values.items()}
+        print_json({"dataset": name, "epoch": epoch, "exact": found.exact, **values})
+        return
+    console = results_console()
+    ranks = f" by {spec.world_size} ranks" if spec.world_size > 1 else ""
+    visits = f"{counted(found.visits, 'visit')}{ranks} to {counted(found.tokens, 'token')}"
+    title = f"epoch {epoch} of {name}: {visits} of {counted(found.documents, 'document')}"
+    console.print(Text(printable(title), style="bold"))
+    console.print(Text(f"{counted(found.sequences, 'sequence')}, {share(found.padding_fraction)} of which is padding"))
+    if found.exact:
+        console.print(Text("each token is in exactly one sequence", style="green"))
+    if found.missing_tokens:
+        where = f"of {_some(found.missing, 'document')}{_why_missing(spec)}"
+        console.print(Text(f"never visited: {counted(found.missing_tokens, 'token')} {where}"))
+    if found.repeated_tokens:
+        where = f"of {_some(found.repeated, 'document')}{_why_repeated(spec)}"
+        console.print(Text(f"visited more than once: {counted(found.repeated_tokens, 'token')} {where}"))
+
+
 def facts(found: Coverage) -> dict[str, Any]:
     """Convert the result of an audit to JSON values: counts, and the first missing and repeated indices."""
     return {
@@ -177,9 +214,9 @@ def facts(found: Coverage) -> dict[str, Any]:
     }
 
 
-def _some(indices: NDArray[np.int64]) -> str:
+def _some(indices: NDArray[np.int64], what: str = "sample") -> str:
     more = ", ..." if indices.size > SHOWN else ""
-    return f"{counted(indices.size, 'sample')} ({', '.join(map(str, indices[:SHOWN].tolist()))}{more})"
+    return f"{counted(indices.size, what)} ({', '.join(map(str, indices[:SHOWN].tolist()))}{more})"
 
 
 def _why_missing(spec: LoaderSpec) -> str:

@@ -18,6 +18,7 @@ from teleloader.loader import DataLoader
 from teleloader.transport.interface import BatchServer
 from teleloader_shared.errors import ServerUnavailable, TeleloaderError
 from teleloader_shared.lengths import padding_of
+from teleloader_shared.orders.packing import audit_tokens
 from teleloader_shared.stats import ConsumerStats, Diagnosis, Stats
 from teleloader_shared.text import printable
 from teleloader_shared.tree import ArrayLeaf, flatten
@@ -180,6 +181,9 @@ class Bench:
             return None
         plan = self._loader.plan(0)
         numbers = range(min(len(plan), 1 + len(self._waits), PADDED_BATCHES))
+        if (packing := self._loader.spec.packing) is not None:
+            batches = (plan.pieces(k) for k in numbers)
+            return audit_tokens(batches, self._remote.lengths(), packing.sequence_length).padding_fraction
         return padding_of((plan[k] for k in numbers), self._remote.lengths())
 
     def _with_progress(self, began: float) -> Iterator[float]:

@@ -18,7 +18,7 @@ from teleloader.cli.bench import show as show_bench
 from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
 from teleloader.mixture import Mixture
-from teleloader_shared.balance import BalanceSpec
+from teleloader.packing import Packing
 from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.orders.plan import Coverage
 from teleloader_shared.spec import LoaderSpec
@@ -154,11 +154,11 @@ def stats(url: str | list[str], watch: bool, interval: float, limit: int, as_jso
 )  # fmt: skip
 @click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression that the workers apply to arrays.")
 @options.of_loader(options.shuffle, options.drop_last, options.as_json, options.trust_directory, options.access)
-@options.balance
+@options.of_lengths
 def bench(
     url: str | list[str], dataset: str | None, batch_size: int, seconds: float, step: float, num_workers: int,
     compression: Any, shuffle: bool, drop_last: bool, as_json: bool,
-    trust_directory: bool, balance: LengthBalance | None,
+    trust_directory: bool, balance: LengthBalance | None, packing: Packing | None,
 ) -> None:  # fmt: skip
     """Load batches as a training loop does, and report the throughput.
 
@@ -166,7 +166,8 @@ def bench(
     this machine. If --step is the duration of your training step, the diagnosis is the one for your training loop.
 
     If the dataset states sample_lengths, the report contains the fraction of padding in the batches. --window and
-    --max-tokens measure length-balanced batches; with --max-tokens, --batch-size is ignored.
+    --max-tokens measure length-balanced batches; with --max-tokens, --batch-size is ignored. --sequence-length measures
+    packed sequences.
     """
     remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
     size = batch_size if balance is None or balance.max_tokens is None else 1
@@ -174,7 +175,7 @@ def bench(
         remote, size, num_workers=num_workers, drop_last=drop_last, compression=compression, output="numpy",
         # with --shuffle, the loader rejects an iterable-style dataset
         shuffle=shuffle or None, seed=None if remote.iterable else secrets.randbits(63), rank=0, world_size=1,
-        balance=balance,
+        balance=balance, packing=packing,
     )  # fmt: skip
     try:
         measured, diagnosis = Bench(loader, remote, seconds, step).run()
@@ -193,11 +194,12 @@ def bench(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
     options.tail, options.as_json, options.trust_directory, options.access,
 )  # fmt: skip
-@options.balance
+@options.of_lengths
 @click.pass_context
 def peek(
     ctx: click.Context, /, url: str | list[str], dataset: str | None, batch: int, epoch: int, indices: list[int] | None,
-    debug: bool, as_json: bool, trust_directory: bool, balance: LengthBalance | None, **loader: Any,
+    debug: bool, as_json: bool, trust_directory: bool, balance: LengthBalance | None, packing: Packing | None,
+    **loader: Any,
 ) -> None:  # fmt: skip
     """Show the content of batch K (0 by default) of an epoch: paths, types, shapes and values.
 
@@ -215,7 +217,7 @@ def peek(
         session=secrets.token_hex(16) if own else None,
         in_process=debug,
         order="plan" if indices is None else "client",
-        balance=_parameters(balance, remote, **loader),
+        **_parameters(balance, packing, remote, **loader),
         **loader,
     )
     frame = remote.batch(spec, epoch, batch, indices)
@@ -224,10 +226,14 @@ def peek(
 
 
 def _parameters(
-    balance: LengthBalance | None, remote: RemoteDataset, batch_size: int, world_size: int, **_: Any
-) -> BalanceSpec | None:
-    """Return the parameters of length-balanced batches in a loader spec."""
-    return None if balance is None else balance.spec(remote.info, batch_size, world_size)
+    balance: LengthBalance | None, packing: Packing | None, remote: RemoteDataset, batch_size: int, world_size: int,
+    **_: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the parameters of length-balanced batches and of packed sequences in a loader spec."""
+    return {
+        "balance": None if balance is None else balance.spec(remote.info, batch_size, world_size),
+        "packing": None if packing is None else packing.spec(remote.info),
+    }
 
 
 @teleloader.command()
@@ -248,12 +254,12 @@ def _parameters(
     "--samples", default="first_exhausted", show_default=True, metavar="N",
     help="Samples in an epoch of the mixture: a number, first_exhausted or all_exhausted.",
 )  # fmt: skip
-@options.balance
+@options.of_lengths
 @click.pass_context
 def audit(
     ctx: click.Context, /, url: str | list[str], dataset: str | None, epoch: int, visits: tuple[str, ...],
     weights: tuple[tuple[str, float], ...], samples: str, as_json: bool, trust_directory: bool,
-    balance: LengthBalance | None, **loader: Any,
+    balance: LengthBalance | None, packing: Packing | None, **loader: Any,
 ) -> None:  # fmt: skip
     """Count the visits of all ranks to each sample in an epoch.
 
@@ -261,12 +267,15 @@ def audit(
     bytes of memory per sample. To count what training loops received, without skipped samples and with replacements,
     save the array of DataLoader.visits() of each rank with numpy.save, and pass the files with --visits.
 
-    The exit code is 0 if each sample is visited exactly once; of a mixture, if the visits to each source match its
-    weight.
+    With --sequence-length, the command counts the visits to each token of the documents, and uses 100 bytes of memory
+    per document.
+
+    The exit code is 0 if each sample or token is visited exactly once; of a mixture, if the visits to each source match
+    its weight.
     """
     if weights:
-        if balance is not None:
-            raise ValueError("--weight excludes --window, --max-tokens and --group")
+        if balance is not None or packing is not None:
+            raise ValueError("--weight excludes --window, --max-tokens, --group and --sequence-length")
         if dataset is not None:
             raise ValueError(
                 f"--weight excludes DATASET, got {dataset!r}: each source of a mixture has its own --weight"
@@ -288,8 +297,16 @@ def audit(
         raise TypeError(
             f"cannot audit dataset {remote.name!r}: the order of an iterable-style dataset is unknown before loading"
         )
+    spec = LoaderSpec(dataset=remote.name, **_parameters(balance, packing, remote, **loader), **loader)
+    if packing is not None:
+        if visits:
+            raise ValueError("--visits excludes --sequence-length: DataLoader.visits() counts batches, not tokens")
+        tokens = audits.planned_tokens(spec, remote.lengths(), epoch)
+        audits.show_tokens(tokens, remote.name, spec, epoch, as_json=as_json)
+        if not tokens.exact:
+            ctx.exit(EXIT_NEGATIVE)
+        return
     lengths = None if balance is None else remote.lengths()
-    spec = LoaderSpec(dataset=remote.name, balance=_parameters(balance, remote, **loader), **loader)
     counts = audits.received(visits, len(remote)) if visits else audits.planned(spec, len(remote), epoch, lengths)
     found = Coverage.of(counts)
     audits.show(found, remote.name, spec, None if visits else epoch, as_json=as_json)

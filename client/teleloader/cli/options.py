@@ -12,6 +12,7 @@ import click
 from teleloader.api.credentials import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from teleloader.balance import LengthBalance
 from teleloader.fleet.directory import SCHEMES
+from teleloader.packing import DEFAULT_WINDOW, Packing
 from teleloader_shared.spec import Tail
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -91,22 +92,31 @@ def access(command: _Command) -> _Command:
     return command
 
 
-def balance(command: _Command) -> _Command:
-    """Add the options of `LengthBalance` to a command, as its argument `balance`: None if no option is given."""
+def of_lengths(command: _Command) -> _Command:
+    """Add the options of `LengthBalance` and `Packing` to a command, as its arguments `balance` and `packing`."""
 
     @wraps(command)
-    def with_balance(*args: Any, window: int | None, max_tokens: int | None, group: int | None, **others: Any) -> Any:
+    def with_options(
+        *args: Any, window: int | None, max_tokens: int | None, group: int | None, sequence_length: int | None,
+        **others: Any,
+    ) -> Any:  # fmt: skip
+        if sequence_length is not None:
+            if (max_tokens, group) != (None, None):
+                raise ValueError("--sequence-length excludes --max-tokens and --group, which balance batches by length")
+            packing = Packing(sequence_length=sequence_length, window=DEFAULT_WINDOW if window is None else window)
+            return command(*args, balance=None, packing=packing, **others)
         given = (window, max_tokens, group) != (None, None, None)
         found = LengthBalance(window=window, max_tokens=max_tokens, group=group) if given else None
-        return command(*args, balance=found, **others)
+        return command(*args, balance=found, packing=None, **others)
 
     for option, metavar, text in reversed((
-        ("--window", "N", "Balance batches by length, in windows of N samples (LengthBalance)."),
+        ("--window", "N", "Balance batches by length, or pack sequences, in windows of N samples."),
         ("--max-tokens", "T", "Balance batches by length, with at most T tokens per batch, padding included."),
         ("--group", "G", "With --max-tokens: number of successive batches of similar length."),
+        ("--sequence-length", "L", "Pack the samples into sequences of L tokens (Packing)."),
     )):  # fmt: skip
-        with_balance = click.option(option, type=int, metavar=metavar, help=text)(with_balance)
-    return cast("_Command", with_balance)
+        with_options = click.option(option, type=int, metavar=metavar, help=text)(with_options)
+    return cast("_Command", with_options)
 
 
 def batch_size(default: int) -> Callable[[_Command], _Command]:

@@ -195,7 +195,9 @@ class DirectReceiver:
         self._epoch = dataset.loader.begin(spec, epoch, seeded=seeded, torch=output == "torch")
         self._batch_id = BatchId(spec.key, epoch, 0)
         self._plan = plan
-        self._convert = _converter(output, walk=output != "torch" or spec.collate is not None, pinned=pinned)
+        is_torchs = output == "torch" and spec.collate is None and spec.packing is None
+        self._convert = _converter(output, walk=not is_torchs, pinned=pinned)
+        self._packs = spec.packing is not None
         self._iterable = dataset.iterable
         self._lists: dict[int, Any] = {}
         """Index lists of a client-side sampler for batches that the training loop has not received, by batch number."""
@@ -288,7 +290,7 @@ class DirectReceiver:
         return Frame(batch_id, content, 0, 0, state, substituted=substituted)
 
     def _indices(self, number: int) -> Any:
-        if self._iterable:
+        if self._iterable or self._packs:  # packing determines the indices, which are no samples of the batch
             return ()
         return self._lists[number] if self._plan is None else self._plan[number]
 

@@ -73,12 +73,13 @@ def prepare(original: Callable[..., DataLoaderShard], loader: Any, *arguments: A
         options: Keyword arguments of accelerate's function.
 
     Raises:
-        ValueError: If accelerate's options are not supported for this loader, or the loader has `balance`.
+        ValueError: If accelerate's options are not supported for this loader, or the loader has `balance` or
+            `packing`.
     """
-    if loader.balance is not None:
+    if loader.balance is not None or loader.packing is not None:
         raise ValueError(
-            "accelerate cannot prepare a DataLoader with balance, whose order no sampler of torch has: pass rank= and "
-            "world_size= to the DataLoader, and use the loader without prepare()"
+            "accelerate cannot prepare a DataLoader with balance or packing, whose order no sampler of torch has: pass "
+            "rank= and world_size= to the DataLoader, and use the loader without prepare()"
         )
     given = inspect.signature(original).bind(loader, *arguments, **options).arguments
     processes, divides_epoch = PartialState().num_processes, loader._divides_epoch

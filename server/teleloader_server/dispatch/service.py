@@ -232,7 +232,7 @@ class LoaderService:
         if info.kind == "map" and spec.order == "plan":
             if info.length is None:
                 raise InvalidSpec(f"dataset {info.name!r} has no length: define __len__, or pass a sampler")
-            if not spec.has_token_batches:  # the number depends on the epoch, and workers refuse those beyond it
+            if not spec.is_prepared:  # the number depends on the epoch, and workers refuse those beyond it
                 batches = len(self._plan(spec, info.length, 0))
         self._make_room(quota, spec.memory)
         with ExitStack() as held:
@@ -478,8 +478,9 @@ def _described_as_one(spec: LoaderSpec, infos: list[DatasetInfo]) -> DatasetInfo
         DatasetChanged: If the samples have other lengths than in the spec.
     """
     if spec.mixture is None:
-        if spec.balance is not None and infos[0].lengths is not None and infos[0].lengths != spec.balance.lengths:
-            raise DatasetChanged(other_lengths(spec.dataset, infos[0].lengths, spec.balance.lengths))
+        required, lengths = spec.required_lengths, infos[0].lengths
+        if required is not None and lengths is not None and lengths != required:
+            raise DatasetChanged(other_lengths(spec.dataset, lengths, required))
         return infos[0]
     if spec.dataset != infos[0].name:
         raise InvalidSpec(f"dataset must be the first source of the mixture, {infos[0].name!r}: got {spec.dataset!r}")
@@ -496,8 +497,8 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
     Raises:
         InvalidSpec: If the spec is invalid for this kind of dataset.
     """
-    if (spec.balance is not None or spec.batch_of == "lengths") and info.lengths is None:
-        field = "batch_of=lengths" if spec.balance is None else "balance"
+    if (spec.required_lengths is not None or spec.batch_of == "lengths") and info.lengths is None:
+        field = "batch_of=lengths" if spec.required_lengths is None else "packing" if spec.packing else "balance"
         raise InvalidSpec(
             f"{field} requires the lengths of the samples, and dataset {info.name!r} has none: define sample_lengths "
             "on the server, a 1-D integer array or the path of a .npy file"

@@ -159,6 +159,9 @@ class Loading:
 def _lengths(batch: Batch) -> tuple[int, int]:
     """Return `Report.lengths` of a batch."""
     lengths = batch.hosted.lengths
+    if batch.pieces is not None and batch.task.spec.packing is not None:
+        tokens = int((batch.pieces.stops - batch.pieces.starts).sum())
+        return tokens, batch.count * batch.task.spec.packing.sequence_length
     if lengths is None or batch.task.spec.batch_of == "lengths" or not len(batch.indices):
         return 0, 0
     indices = batch.indices if isinstance(batch.indices, np.ndarray) else np.array(list(map(integer_of, batch.indices)))

@@ -1,7 +1,7 @@
-"""Prepared orders: the numbers of batches per window with `max_tokens`, computed by one worker and read by the others.
+"""Prepared orders: the numbers of batches or sequences per window, computed by one worker and read by the others.
 
-A preparation evaluates the whole order of an epoch (`orders.balance.prepared`). The workers of a server are forks of
-one process, and share a file in memory, to which the first worker that needs an order appends its preparation. Other
+A preparation evaluates the whole order of an epoch (`orders.plan.prepare`). The workers of a server are forks of one
+process, and share a file in memory, to which the first worker that needs an order appends its preparation. Other
 workers wait for the lock of the file meanwhile, and then read the result.
 """
 
@@ -18,9 +18,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.lengths import Lengths
-from teleloader_shared.orders.balance import prepared
+from teleloader_shared.orders.plan import prepare
 from teleloader_shared.spec import LoaderSpec
 
 if sys.platform != "win32":
@@ -45,19 +44,17 @@ class Preparations:
         """Return the preparation of an epoch; prepare the epoch if no process has done so.
 
         Args:
-            spec: Parameters of a loader with `max_tokens`.
+            spec: Parameters of the loader, with `LoaderSpec.is_prepared`.
             lengths: Lengths of the samples.
             epoch: Epoch number.
         """
-        if spec.balance is None:
-            raise InvalidSpec("only loaders with balance have preparations")
-        seed = spec.seed if spec.shuffle else None
-        facts = json.dumps([spec.balance.to_json(), lengths.digest, epoch, seed])
+        determining = {name: value for name, value in spec.to_json().items() if name in ("balance", "packing")}
+        facts = json.dumps([determining, lengths.digest, epoch, spec.seed if spec.shuffle else None])
         key = hashlib.blake2b(facts.encode(), digest_size=_KEY_BYTES).digest()
         with _locked(self._file):
             found = self._read(key)
             if found is None:
-                found = prepared(spec.balance, lengths, epoch, seed)
+                found = prepare(spec, lengths, epoch)
                 self._append(key, found)
         return found
 
@@ -119,6 +116,6 @@ def starts_of(spec: LoaderSpec, lengths: Lengths | None, epoch: int) -> NDArray[
         lengths: Lengths of the samples; None if the dataset has none.
         epoch: Epoch number.
     """
-    if not spec.has_token_batches or lengths is None or _shared is None:
+    if not spec.is_prepared or lengths is None or _shared is None:
         return None
     return _shared.of(spec, lengths, epoch)

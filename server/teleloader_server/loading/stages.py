@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from teleloader_server.loading import index_lists
 from teleloader_server.loading.datasets import HostedDataset
 from teleloader_server.loading.generators import Generators
+from teleloader_server.loading.packing import pack
 from teleloader_server.loading.passes import Pass, Passes
 from teleloader_server.loading.preparations import starts_of
 from teleloader_server.loading.random_state import seed_all
@@ -28,6 +29,7 @@ from teleloader_server.loading.tasks import Indices, Task, collate, frame_writer
 from teleloader_server.loading.worker_info import was_read
 from teleloader_shared.codec import End, Substituted
 from teleloader_shared.lengths import Lengths
+from teleloader_shared.orders.packing import Pieces
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.protocols import accepts
@@ -84,6 +86,8 @@ class Batch:
     hosted: HostedDataset = field(init=False)
     padding: int = 0
     """Number of samples at the end of the batch that repeat earlier ones (`Plan.padding`)."""
+    pieces: Pieces | None = None
+    """Pieces of the samples in packed sequences; None without packing."""
     substituted: Substituted | None = None
     """Skipped and replaced samples; None if there are none."""
     samples: list[Any] | None = None
@@ -164,7 +168,11 @@ class Fetch(Stage):
             batch.samples = found.fetch(task)
             batch.state = found.state(found.number(task))
             return
-        if not batch.has_indices:
+        if task.spec.packing is not None:
+            plan = self._plan_of(hosted, task)
+            batch.pieces, batch.padding = plan.pieces(task.batch_id.batch), plan.padding(task.batch_id.batch)
+            batch.indices = batch.pieces.distinct
+        elif not batch.has_indices:
             batch.indices, batch.padding = self._indices(hosted, task)
         if task.spec.batch_of == "lengths":
             return
@@ -194,9 +202,12 @@ class Fetch(Stage):
             return listed, 0
         if task.spec.order == "client":
             raise RuntimeError(f"cannot load {task.batch_id}: its index list is missing. This is a bug in the server")
-        lengths = None if task.spec.balance is None else hosted.lengths
-        plan = self._plan(task.spec, task.length, task.batch_id.epoch, lengths)
+        plan = self._plan_of(hosted, task)
         return plan[task.batch_id.batch], plan.padding(task.batch_id.batch)
+
+    def _plan_of(self, hosted: HostedDataset, task: Task) -> Plan:
+        lengths = None if task.spec.required_lengths is None else hosted.lengths
+        return self._plan(task.spec, task.length, task.batch_id.epoch, lengths)
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> tuple[list[Any], Substitutes | None]:
         if not self._context.seeds or sys.modules.get("torch") is not None:
@@ -234,7 +245,7 @@ class Fetch(Stage):
     def _fetch_together(self, hosted: HostedDataset, task: Task, indices: Indices) -> list[Any]:
         """Fetch samples with one call of the dataset; a batch of ``__getbatch__`` is returned as one sample."""
         self._seed_batch(hosted, task)
-        if hosted.gives_batches(task.spec.collate):
+        if _gives_batches(hosted, task):
             # a copy, because user code may sort or store the array
             return [hosted.dataset.__getbatch__(np.array(indices))]
         samples: list[Any] = hosted.dataset.__getitems__(_listed(indices))
@@ -424,7 +435,12 @@ def _fetches_together(hosted: HostedDataset, task: Task) -> bool:
     """Return True if the dataset returns the samples of a batch with one call."""
     if hosted.info.seeding == "sample" or task.spec.batch_size is None:
         return False
-    return hosted.gives_batches(task.spec.collate) or getattr(hosted.dataset, "__getitems__", None) is not None
+    return _gives_batches(hosted, task) or getattr(hosted.dataset, "__getitems__", None) is not None
+
+
+def _gives_batches(hosted: HostedDataset, task: Task) -> bool:
+    """Return True if the dataset returns a collated batch; packing requires its documents instead."""
+    return task.spec.packing is None and hosted.gives_batches(task.spec.collate)
 
 
 def _stopped(index: Any) -> RuntimeError:
@@ -441,11 +457,14 @@ class Collate(Stage):
     name = "collate"
 
     def run(self, batch: Batch) -> None:
-        """Collate and count the samples of a batch."""
+        """Collate or pack the samples of a batch, and count them."""
+        packing = batch.task.spec.packing
         if batch.task.spec.batch_of == "lengths":
             if batch.hosted.lengths is None:
                 raise RuntimeError(f"cannot load {batch.task.batch_id}: the dataset has no lengths")
             batch.content = batch.hosted.lengths.of(np.asarray(batch.indices))
+        elif packing is not None and batch.pieces is not None and batch.samples is not None:
+            batch.count, batch.content = pack(batch.hosted, packing, batch.pieces, batch.samples)
         elif batch.samples is None:
             batch.content = End(0 if batch.pass_ is None else batch.pass_.shard.samples, replica=not was_read())
         else:

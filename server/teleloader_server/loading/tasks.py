@@ -144,7 +144,7 @@ def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
     if task.spec.session is not None and task.length == 0:
         return []
     mixture = task.spec.mixture
-    if task.spec.balance is not None or (mixture is not None and mixture.slots > MAX_MAIN_SLOTS):
+    if task.spec.required_lengths is not None or (mixture is not None and mixture.slots > MAX_MAIN_SLOTS):
         return []  # the lengths are in the workers, and large tables take too long
     found: list[int] = Plan(task.spec, task.length, task.batch_id.epoch).first(task.batch_id.batch, count).tolist()
     return found
