@@ -17,6 +17,10 @@ Substituted = tuple[int | str | None, int | str | None]
 """Index of a failed sample, and of the sample in its place; see `codec.Substitution`."""
 
 
+_OF_LENGTHS: Final = ("balance", "packing")
+"""Values of orders that depend on lengths; states of other orders do not contain them."""
+
+
 class Position(NamedTuple):
     """Position of a loader: epoch, batch, and the states that the next ``iter()`` resumes from."""
 
@@ -95,7 +99,8 @@ def load(
     """
     if not isinstance(state, dict) or "epoch" not in state:
         raise StateMismatch(f"invalid state {short(state)}: expected a result of state_dict()")
-    for name, value in {"version": STATE_VERSION, **identity}.items():
+    absent = {name: None for name in _OF_LENGTHS if name not in identity}
+    for name, value in {"version": STATE_VERSION, **identity, **absent}.items():
         if state.get(name) != value:
             raise StateMismatch(
                 f"the state was saved with {name} = {short(state.get(name))}, but this loader has {value!r}: resume "

@@ -187,7 +187,7 @@ def test_what_is_exported() -> None:
     assert set(teleloader.__all__) == {
         "AccessDenied", "BatchOutOfRange", "BatchTooLarge", "CorruptFrame", "DataLoader", "DatasetChanged",
         "DecodeError", "EncodeError", "Forbidden", "InvalidSpec", "LengthBalance", "LoaderStats", "LoaderTimeout",
-        "Mixture",
+        "Mixture", "Packing",
         "ProtocolError", "RemoteDataset", "RemoteError", "ServerUnavailable", "StateMismatch", "TeleloaderError",
         "TlsError",
         "TooManyErrors", "Unauthorized", "UnknownDataset", "UnknownLoader", "VersionMismatch", "WorkerDied",

@@ -92,16 +92,10 @@ def hosted(dataset: Any = None, **options: Any) -> Iterator[RemoteDataset]:
         yield RemoteDataset(url, "text")
 
 
-def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True if two batches have equal entries of equal types."""
-    assert list(one) == list(other)
-    pairs = [(one[name], other[name]) for name in one]
-    return all(
-        first.dtype == second.dtype and torch.equal(first, second)
-        if isinstance(first, torch.Tensor)
-        else first == second
-        for first, second in pairs
-    )
+def statistics(text: RemoteDataset) -> Any:
+    """Return the statistics of the hosted dataset."""
+    (found,) = httpx.get(f"{text.url}/stats").json()["datasets"]
+    return found
 
 
 def sequences(batch: dict[str, Any]) -> list[list[list[int]]]:
@@ -303,21 +297,24 @@ def test_no_batch_beyond_the_epoch_is_computed() -> None:
     """Servers learn the end of the epoch from the requests, because the number of sequences is not registered."""
     with hosted() as text:
         loader = DataLoader(text, **OPTIONS)
+        length = len(loader)
+        before = statistics(text)  # the lengths were downloaded, as one batch
         received(loader)
-        (stats,) = httpx.get(f"{text.url}/stats").json()["datasets"]
-        assert stats["batches_failed"] == 0
-        assert stats["batches_computed"] == len(loader)
+        assert statistics(text)["batches_failed"] == 0
+        assert statistics(text)["batches_computed"] == before["batches_computed"] + length
         assert "BatchOutOfRange" in text.batch(loader.spec, 0, len(loader)).content.type
 
 
 def test_statistics_show_the_padding() -> None:
     """/stats counts the tokens of the pieces, and those of the sequences."""
     with hosted() as text:
-        batches = list(DataLoader(text, **OPTIONS))
-        (stats,) = httpx.get(f"{text.url}/stats").json()["datasets"]
-        assert stats["tokens"] == LENGTHS.sum()
-        assert stats["tokens_padded"] == sum(batch["input_ids"].numel() for batch in batches)
-        assert stats["samples_computed"] == sum(len(batch["input_ids"]) for batch in batches)
+        loader = DataLoader(text, **OPTIONS)
+        assert len(loader)
+        before = statistics(text)  # the lengths were downloaded
+        batches, after = list(loader), statistics(text)
+        assert (before["tokens"], after["tokens"]) == (0, LENGTHS.sum())
+        assert after["tokens_padded"] == sum(batch["input_ids"].numel() for batch in batches)
+        assert after["samples_computed"] - before["samples_computed"] == sum(len(each["input_ids"]) for each in batches)
 
 
 # --- Errors -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from teleloader_server.loading.preparations import Preparations
 from teleloader_server.workers.forkserver import fork
 from teleloader_shared.balance import BalanceSpec
 from teleloader_shared.lengths import Lengths
-from teleloader_shared.orders.balance import prepared
+from teleloader_shared.orders.plan import prepare
+from teleloader_shared.packing import PackingSpec
 from teleloader_shared.spec import LoaderSpec
 
 LENGTHS = Lengths(np.random.default_rng(0).integers(1, 100, 2000), 2000)
@@ -26,8 +27,7 @@ SPEC = LoaderSpec(
 
 def expected(epoch: int) -> Any:
     """Return the preparation of an epoch."""
-    assert SPEC.balance is not None
-    return prepared(SPEC.balance, LENGTHS, epoch, SPEC.seed)
+    return prepare(SPEC, LENGTHS, epoch)
 
 
 def in_fork(run: Callable[[], bool]) -> bool:
@@ -48,11 +48,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the epochs that this process has prepared."""
     epochs: list[int] = []
 
-    def prepare(balance: BalanceSpec, lengths: Lengths, epoch: int, seed: int | None) -> Any:
+    def counting(spec: LoaderSpec, lengths: Lengths, epoch: int) -> Any:
         epochs.append(epoch)
-        return prepared(balance, lengths, epoch, seed)
+        return prepare(spec, lengths, epoch)
 
-    monkeypatch.setattr(preparations, "prepared", prepare)
+    monkeypatch.setattr(preparations, "prepare", counting)
     return epochs
 
 
@@ -73,7 +73,7 @@ def test_a_process_that_dies_while_it_prepares_leaves_the_lock(
     """Another process then prepares the epoch itself."""
 
     def die() -> bool:
-        monkeypatch.setattr(preparations, "prepared", lambda *_: os._exit(1))
+        monkeypatch.setattr(preparations, "prepare", lambda *_: os._exit(1))
         shared.of(SPEC, LENGTHS, 0)
         return True
 
@@ -101,6 +101,14 @@ def test_exhausted_memory_does_not_fail_batches(
     monkeypatch.setattr(os, "pwrite", fail)
     for _ in range(2):
         assert shared.of(SPEC, LENGTHS, 0).tolist() == expected(0).tolist()
+    assert counted == [0, 0]
+
+
+def test_packed_sequences_are_prepared_once(shared: Preparations, counted: list[int]) -> None:
+    """Their preparation is that of the loader's packing, and not of another one."""
+    for length in (100, 200, 100):
+        spec = LoaderSpec(dataset="text", packing=PackingSpec(LENGTHS.digest, length, 64))
+        assert shared.of(spec, LENGTHS, 0).tolist() == prepare(spec, LENGTHS, 0).tolist()
     assert counted == [0, 0]
 
 
