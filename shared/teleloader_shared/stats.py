@@ -211,7 +211,8 @@ class DatasetStats:
     tokens: int = 0
     """Sum of the lengths of the samples in computed batches (`sample_lengths` of the dataset)."""
     tokens_padded: int = 0
-    """Sum of (samples x longest sample) over computed batches: their size after padding, in the unit of the lengths."""
+    """Sum of (samples x longest sample) over computed batches: their size after padding, in the unit of the lengths.
+    With packed sequences, their total size."""
     padding_fraction: float | None = None
     """Fraction of padding in computed batches, 1 - tokens / tokens_padded; None without lengths."""
 

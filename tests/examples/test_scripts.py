@@ -46,6 +46,16 @@ def test_batches_of_similar_length() -> None:
     assert int(before) + int(after) == 4000
 
 
+def test_packed_sequences() -> None:
+    """Packed sequences have little padding, the model learns, and a resumed epoch has the remaining sequences."""
+    need("torch")
+    printed = run_example("examples/packing.py")
+    padding, first, last = map(float, re.findall(r"([\d.]+)% padding, loss ([\d.]+) to ([\d.]+)", printed)[0])
+    assert padding < 2
+    assert last < first / 2
+    assert "epoch 1: 4 of " in printed
+
+
 def test_torch_decides_the_order_of_a_plain_loop(start_server: StartServer) -> None:
     """The same ``torch.manual_seed`` gives the same output with any number of the server's workers."""
     need("torch")

@@ -69,7 +69,8 @@ class Report(NamedTuple):
     slowest: int | None = None
     """Index of the sample whose fetch took longest; None if it is unknown."""
     lengths: tuple[int, int] = (0, 0)
-    """Sum of the lengths of the samples, and number of samples x longest sample; (0, 0) if unknown."""
+    """Sum of the lengths of the samples, and number of samples x longest sample; (0, 0) if unknown.
+    With packed sequences, numbers of their tokens without and with padding."""
     cache: CacheCounts = CacheCounts()
 
 

@@ -56,7 +56,7 @@ _OF_DATASETS: Final = {
     "cache_misses": ("cache_misses", "Samples computed because a CachedDataset did not contain them."),
     "cache_saved": ("cache_saved_seconds", "Worker time saved by reading samples from a CachedDataset."),
     "tokens": ("tokens", "Sum of the lengths of the samples in computed batches."),
-    "tokens_padded": ("tokens_padded", "Sum of (samples x longest sample) over computed batches."),
+    "tokens_padded": ("tokens_padded", "Sum of (samples x longest sample), or size of packed sequences."),
     "nbytes": ("sent_bytes", "Bytes of sent batches."),
     "waiting": ("waiting_seconds", "Time during which consumers waited for batches that were not ready."),
 }
