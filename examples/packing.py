@@ -16,7 +16,7 @@ from teleloader import DataLoader, Packing, RemoteDataset
 from teleloader_server import serve
 
 SENTENCE = b"the quick brown fox jumps over the lazy dog. "
-OPTIONS = {"batch_size": 4, "shuffle": True, "seed": 7, "packing": Packing(sequence_length=256)}
+PACKING = Packing(sequence_length=256)
 
 
 class Documents:
@@ -34,7 +34,7 @@ class Documents:
         return torch.tensor(list((SENTENCE * 20)[index % len(SENTENCE) :][:length]))
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module):  # type: ignore[misc, unused-ignore]
     """Transformer with one layer, whose attention does not cross the boundaries of documents."""
 
     def __init__(self, width: int = 32) -> None:
@@ -55,7 +55,8 @@ class LanguageModel(nn.Module):
 def main(url: str) -> None:
     """Train an epoch, and resume the next one."""
     torch.manual_seed(0)
-    loader = DataLoader(RemoteDataset(url, "documents"), **OPTIONS)
+    documents = RemoteDataset(url, "documents")
+    loader = DataLoader(documents, batch_size=4, shuffle=True, seed=7, packing=PACKING)
     model = LanguageModel()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     losses, tokens, size = [], 0, 0
@@ -72,7 +73,7 @@ def main(url: str) -> None:
     batches = iter(loader)
     before = len(next(batches)["input_ids"])
     state = json.dumps(loader.state_dict())
-    resumed = DataLoader(RemoteDataset(url, "documents"), **OPTIONS)
+    resumed = DataLoader(documents, batch_size=4, shuffle=True, seed=7, packing=PACKING)
     resumed.load_state_dict(json.loads(state))
     after = sum(len(batch["input_ids"]) for batch in resumed)
     print(f"epoch 1: {before} of {before + after} sequences before the interruption")
