@@ -28,7 +28,7 @@ from teleloader import (
 )
 from teleloader.testing import FakeServer
 from teleloader_server import serve
-from tests.conftest import StartServer
+from tests.conftest import StartServer, need
 from tests.end_to_end.terminal import TOOLS
 from tests.end_to_end.test_balance import output_of
 
@@ -219,6 +219,23 @@ def test_attention_of_a_piece_is_that_of_the_document_alone() -> None:
         torch.testing.assert_close(found[start:stop], attention(piece, piece, piece, is_causal=True)[0])
 
 
+def test_entries_are_those_of_hugging_faces_collator() -> None:
+    """Each sequence has the tokens, labels, positions and boundaries of transformers' `DataCollatorWithFlattening`."""
+    need("transformers")
+    from transformers import DataCollatorWithFlattening
+
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    for batch in DataLoader(Texts(), **OPTIONS):
+        for row, pieces in enumerate(sequences(batch)):
+            expected = collator([{"input_ids": piece} for piece in pieces])
+            size = expected["input_ids"].shape[1]
+            for name in ("input_ids", "labels", "position_ids"):
+                assert torch.equal(batch[name][row, :size], expected[name][0])
+            assert torch.equal(batch["document_ids"][row, :size], expected["seq_idx"][0] + 1)
+            boundaries = batch["cu_seqlens"][(batch["cu_seqlens"] >= row * L) & (batch["cu_seqlens"] <= row * L + size)]
+            assert torch.equal(boundaries - row * L, expected["cu_seq_lens_q"])
+
+
 # --- Resuming, several servers ------------------------------------------------------------------------------------
 
 
@@ -260,6 +277,29 @@ def test_training_resumes_on_another_world_size() -> None:
         (other,) = loaders(1)
         with pytest.raises(StateMismatch, match="after 4 sequences, which is not a multiple"):
             other.load_state_dict({**state, "sequences": 4})
+
+
+def test_training_resumes_at_random_places_on_any_world_size() -> None:
+    """At 100 random places, all ranks together continue with the next sequences, for divisions of 12 sequences."""
+    drawn = random.Random(0)
+
+    def loader(ranks: int, rank: int = 0) -> DataLoader:
+        options = {**OPTIONS, "batch_size": 12 // ranks, "drop_last": True, "tail": "uneven"}
+        return DataLoader(Texts(), rank=rank, world_size=ranks, **options)
+
+    whole = loader(1)
+    state = whole.state_dict()
+    epochs = [planned(whole, epoch) for epoch in range(3)]
+    for _ in range(100):
+        epoch, ranks = drawn.randrange(3), drawn.choice([1, 2, 3, 4, 6, 12])
+        place = drawn.randrange(len(epochs[epoch]))
+        batches = []
+        for rank in range(ranks):
+            resumed = loader(ranks, rank)
+            resumed.load_state_dict({**state, "epoch": epoch, "sequences": 12 * place})
+            batches.append(sequences(next(iter(resumed))))
+        step = [sequence for column in zip(*batches, strict=True) for sequence in column]
+        assert step == epochs[epoch][place]
 
 
 def test_states_of_other_parameters_are_refused() -> None:
@@ -440,3 +480,12 @@ def test_the_audit_counts_tokens() -> None:
         assert (report["missing_tokens"], report["repeated_tokens"]) == (0, 0)
         assert 0 < report["padding_fraction"] < 0.1
         assert "each token is in exactly one sequence" in output_of(TOOLS, *command)
+
+
+def test_the_benchmark_reports_the_padding() -> None:
+    """``teleloader bench --sequence-length`` packs, and has the padding of the packed sequences."""
+    with hosted() as text:
+        command = ["bench", text.url, "--seconds", "0.2", "--shuffle", "--batch-size", "3", "--json"]
+        report = json.loads(output_of(TOOLS, *command, "--sequence-length", str(L), "--window", "60"))
+        assert 0 <= report["padding_fraction"] < 0.1
+        assert report["samples"] <= 3 * report["batches"]

@@ -17,12 +17,13 @@ from teleloader_shared.errors import BatchOutOfRange, DatasetChanged, InvalidSpe
 from teleloader_shared.lengths import Lengths
 from teleloader_shared.orders.packing import Pieces, audit_tokens, best_fit, prepared
 from teleloader_shared.orders.plan import Plan, prepare
-from teleloader_shared.packing import PackingSpec
+from teleloader_shared.packing import MIN_WINDOW, PackingSpec
 from teleloader_shared.spec import LoaderSpec, Tail
 from tests.conftest import examples
 
 TAILS: tuple[Tail, ...] = ("pad", "drop", "uneven")
 CAPACITIES = st.integers(1, 40)
+WINDOWS = st.integers(MIN_WINDOW, 60)
 Piece = tuple[int, int, int]
 
 
@@ -78,7 +79,7 @@ def plain_best_fit(lengths: list[int], capacity: int) -> list[int]:
 # --- Tokens -------------------------------------------------------------------------------------------------------
 
 
-@given(documents(), st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 3))
+@given(documents(), WINDOWS, st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 3))
 @settings(max_examples=examples(300))
 def test_each_token_is_in_one_sequence(
     drawn: tuple[Lengths, int], window: int, size: int, ranks: int, shuffle: bool, epoch: int
@@ -94,7 +95,7 @@ def test_each_token_is_in_one_sequence(
     assert visits == Counter(tokens)
 
 
-@given(documents(), st.integers(1, 40))
+@given(documents(), WINDOWS)
 @settings(max_examples=examples(200))
 def test_only_documents_longer_than_a_sequence_are_cut(drawn: tuple[Lengths, int], window: int) -> None:
     """All pieces of a document but the last one are whole sequences, and no sequence exceeds its length."""
@@ -144,7 +145,7 @@ def test_steps_are_those_of_best_fit_decreasing(capacity: int, data: st.DataObje
     assert pieces == Counter(lengths)
 
 
-@given(documents(), st.integers(1, 40), st.booleans())
+@given(documents(), WINDOWS, st.booleans())
 @settings(max_examples=examples(200))
 def test_windows_have_as_few_sequences_as_plain_best_fit(
     drawn: tuple[Lengths, int], window: int, shuffle: bool
@@ -199,7 +200,7 @@ def test_global_batches_do_not_depend_on_the_world_size(drawn: tuple[Lengths, in
 def test_batches_by_number_are_those_of_a_full_listing(drawn: tuple[Lengths, int], data: st.DataObject) -> None:
     """A new plan, with or without the preparation of another process, yields batch k of a full listing."""
     lengths, capacity = drawn
-    spec = packed(lengths, capacity, 8, batch_size=2)
+    spec = packed(lengths, capacity, batch_size=2)
     plan = plan_of(spec, lengths)
     full = [sequences_of(plan.pieces(k)) for k in range(len(plan))]
     starts = prepare(spec, lengths, 0)
@@ -213,18 +214,23 @@ def test_batches_by_number_are_those_of_a_full_listing(drawn: tuple[Lengths, int
 
 def test_the_order_is_part_of_saved_states() -> None:
     """The sequences of a seed are always the same: training runs resume in the middle of an epoch."""
-    lengths = Lengths([3, 9, 2, 8, 21, 1, 5, 4, 8, 7, 2, 6], 12)
-    spec = packed(lengths, 8, window=6, batch_size=2, seed=1)
+    listed_lengths = [3, 9, 2, 8, 21, 1, 5, 4, 8, 7, 2, 6, 9, 9, 1, 3, 4, 30, 5, 6]
+    lengths = Lengths(listed_lengths, len(listed_lengths))
+    spec = packed(lengths, 8, window=16, batch_size=2, seed=1)
     assert listed(spec, lengths, epoch=2) == EXPECTED
 
 
 EXPECTED: list[list[list[Piece]]] = [
-    [[(5, 0, 1), (9, 0, 7)], [(1, 0, 8)]],
-    [[(2, 0, 2), (0, 0, 3), (1, 8, 9)], [(8, 0, 8)]],
-    [[(4, 8, 16)], [(3, 0, 8)]],
-    [[(7, 0, 4)], [(4, 0, 8)]],
-    [[(6, 0, 5)], [(10, 0, 2), (11, 0, 6)]],
-    [[(4, 16, 21)]],
+    [[(17, 8, 16)], [(5, 0, 1), (12, 8, 9), (11, 0, 6)]],
+    [[(14, 0, 1), (4, 16, 21)], [(6, 0, 5), (15, 0, 3)]],
+    [[(1, 8, 9), (9, 0, 7)], [(17, 24, 30), (10, 0, 2)]],
+    [[(4, 8, 16)], [(4, 0, 8)]],
+    [[(12, 0, 8)], [(17, 0, 8)]],
+    [[(1, 0, 8)], [(19, 0, 6), (2, 0, 2)]],
+    [[(7, 0, 4)], [(17, 16, 24)]],
+    [[(8, 0, 8)], [(3, 0, 8)]],
+    [[(18, 0, 5), (0, 0, 3)], [(13, 0, 8)]],
+    [[(16, 0, 4), (13, 8, 9)]],
 ]
 
 
@@ -330,13 +336,13 @@ def test_arguments_that_exclude_packing_are_named(fields: dict[str, Any], messag
     [
         ({"lengths": "abc"}, "lengths of packing must be a digest"),
         ({"sequence_length": 0}, r"sequence_length of packing must be an integer in \[1, 1073741824\], got 0"),
-        ({"window": 2**23}, "window of packing"),
+        ({"window": 2**23}, r"window of packing must be an integer in \[16, 4194304\], got 8388608"),
         ({"pad_token_id": 0.5}, "pad_token_id of packing"),
     ],
 )
 def test_invalid_parameters_are_named(fields: dict[str, Any], message: str) -> None:
     """The error names the field, its value and the valid values."""
-    valid = {"lengths": "0" * 32, "sequence_length": 8, "window": 4, "pad_token_id": 0}
+    valid = {"lengths": "0" * 32, "sequence_length": 8, "window": 16, "pad_token_id": 0}
     with pytest.raises(InvalidSpec, match=message):
         PackingSpec(**{**valid, **fields})
     with pytest.raises(InvalidSpec, match=message):
