@@ -7,6 +7,7 @@ from typing import Final
 
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.orders.plan import check_windows
 from teleloader_shared.packing import PackingSpec
 
 DEFAULT_WINDOW: Final = 2**14
@@ -51,7 +52,8 @@ class Packing:
     sequence_length: int
     """Tokens in each sequence, including padding."""
     window: int = DEFAULT_WINDOW
-    """Documents that are packed together, over all ranks; 16,384 by default. Larger windows have less padding."""
+    """Documents that are packed together, over all ranks, at least 16; 16,384 by default. Larger windows have less
+    padding."""
     pad_token_id: int = 0
     """Token that fills the end of a sequence if no document fits; 0 by default."""
 
@@ -66,13 +68,14 @@ class Packing:
             info: Description of the dataset.
 
         Raises:
-            InvalidSpec: If the dataset states no lengths.
+            InvalidSpec: If the dataset states no lengths, or the window is too small for their number.
         """
         if info.lengths is None:
             raise InvalidSpec(
                 f"packing requires the lengths of the documents, and dataset {info.name!r} states none: define its "
                 "attribute sample_lengths, a 1-D integer array or the path of a .npy file"
             )
+        check_windows(self.window, info.length or 0)
         return self._spec(info.lengths)
 
     def _spec(self, digest: str) -> PackingSpec:

@@ -8,6 +8,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from teleloader import (
 )
 from teleloader.testing import FakeServer
 from teleloader_server import serve
+from teleloader_server.loading.datasets import host
 from tests.conftest import StartServer, need
 from tests.end_to_end.terminal import TOOLS
 from tests.end_to_end.test_balance import output_of
@@ -425,6 +427,9 @@ def test_datasets_that_cannot_be_packed_are_named() -> None:
         DataLoader(Mixture({"text": Texts()}, {"text": 1}), **OPTIONS)
     with pytest.raises(ValueError, match="packing requires a map-style dataset"):
         DataLoader(iter([1]), batch_size=3, seed=7, packing=PACKING)
+    info = replace(host(Texts(), name="text").info, length=17 * 2**20)
+    with pytest.raises(InvalidSpec, match="window=16 divides 17825792 samples into more than 1048576 windows"):
+        Packing(sequence_length=8, window=16).spec(info)
     with pytest.raises(InvalidSpec, match="sequence_length of packing must be an integer"):
         Packing(sequence_length=0)
 
@@ -489,3 +494,10 @@ def test_the_benchmark_reports_the_padding() -> None:
         report = json.loads(output_of(TOOLS, *command, "--sequence-length", str(L), "--window", "60"))
         assert 0 <= report["padding_fraction"] < 0.1
         assert report["samples"] <= 3 * report["batches"]
+
+
+def test_peek_shows_a_packed_batch() -> None:
+    """``teleloader peek --sequence-length`` lists the entries of a batch."""
+    with hosted() as text:
+        printed = output_of(TOOLS, "peek", text.url, "--batch", "1", "--sequence-length", str(L), "--window", "60")
+        assert all(name in printed for name in ("input_ids", "document_ids", "cu_seqlens", "max_seqlen"))

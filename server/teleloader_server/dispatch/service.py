@@ -33,7 +33,7 @@ from teleloader_shared.errors import (
     UnknownLoader,
 )
 from teleloader_shared.messages import DatasetInfo, Registration
-from teleloader_shared.orders.plan import Plan, check_limit, other_lengths
+from teleloader_shared.orders.plan import Plan, check_limit, check_windows, other_lengths
 from teleloader_shared.sources import describe
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
 
@@ -505,6 +505,8 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
         )
     if spec.balance is not None:
         check_limit(spec.balance, info.length or 0, info.longest or 0, info.longest_sample or 0)
+    if spec.packing is not None:
+        check_windows(spec.packing.window, info.length or 0)
     if info.kind == "map":
         for field in ("shard_states", "delivered"):
             if getattr(spec, field) is not None:

@@ -276,7 +276,7 @@ def prepare(spec: LoaderSpec, lengths: Lengths, epoch: int) -> NDArray[np.int64]
 
 
 def check_lengths(spec: LoaderSpec, length: int, lengths: Lengths | None) -> None:
-    """Check that lengths are those for which a loader was created, and allow its `max_tokens`.
+    """Check that lengths are those for which a loader was created, and allow its `max_tokens` or `packing`.
 
     Args:
         spec: Parameters of the loader; without `balance` and `packing`, nothing is checked.
@@ -294,6 +294,8 @@ def check_lengths(spec: LoaderSpec, length: int, lengths: Lengths | None) -> Non
         raise DatasetChanged(other_lengths(spec.dataset, lengths.digest, required))
     if spec.balance is not None:
         check_limit(spec.balance, length, lengths.longest, lengths.longest_sample)
+    if spec.packing is not None:
+        check_windows(spec.packing.window, length)
 
 
 def other_lengths(dataset: str, found: str | None, required: str) -> str:
@@ -323,9 +325,22 @@ def check_limit(balance: BalanceSpec, length: int, longest: int, sample: int) ->
             f"sample {sample} has length {longest}, more than max_tokens={balance.max_tokens}: increase max_tokens, or "
             "truncate or remove long samples in the dataset, and in its sample_lengths"
         )
-    if length > balance.window * MAX_WINDOWS:
+    check_windows(balance.window, length)
+
+
+def check_windows(window: int, length: int) -> None:
+    """Check that the preparation of an order is small.
+
+    Args:
+        window: Samples in a window.
+        length: Number of samples in the dataset.
+
+    Raises:
+        InvalidSpec: If the window is too small.
+    """
+    if length > window * MAX_WINDOWS:
         raise InvalidSpec(
-            f"window={balance.window} divides {length} samples into more than {MAX_WINDOWS} windows: increase window"
+            f"window={window} divides {length} samples into more than {MAX_WINDOWS} windows: increase window"
         )
 
 
