@@ -499,5 +499,5 @@ def test_the_benchmark_reports_the_padding() -> None:
 def test_peek_shows_a_packed_batch() -> None:
     """``teleloader peek --sequence-length`` lists the entries of a batch."""
     with hosted() as text:
-        printed = output_of(TOOLS, "peek", text.url, "--batch", "1", "--sequence-length", str(L), "--window", "60")
+        printed = output_of(TOOLS, "peek", text.url, "text", "1", "--sequence-length", str(L), "--window", "60")
         assert all(name in printed for name in ("input_ids", "document_ids", "cu_seqlens", "max_seqlen"))
