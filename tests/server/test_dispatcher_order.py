@@ -10,7 +10,6 @@ from teleloader_server.dispatch import dispatcher
 from teleloader_server.dispatch.dispatcher import MAX_REQUESTED
 from teleloader_server.dispatch.records import Epoch
 from teleloader_shared.codec import BatchId
-from teleloader_shared.spec import MAX_EPOCH
 from tests.server.dispatching import (
     BATCHES,
     OTHER,
@@ -68,15 +67,6 @@ def test_two_connections_of_a_consumer_share_batches() -> None:
         service.send_ready(second)
     assert (second.next, service.send_ready(first)) == (3, [0, 1, 2])
     assert set(service.started.values()) == {1}
-
-
-@pytest.mark.parametrize("arrival", [(0, 1, 2), (2, 1, 0)])
-def test_nothing_is_prefetched_beyond_an_epoch_of_unknown_length(arrival: tuple[int, ...]) -> None:
-    """Clients limit the prefetch of each request to the end of the epoch, and requests may overtake each other."""
-    service = Service(workers=8)
-    for k in arrival:
-        service.request("a", TRAIN, k, k + 1, ahead=2 - k, batches=MAX_EPOCH)
-    assert sorted(numbers(service.decide())) == [0, 1, 2]
 
 
 # --- Rule 3: urgency ----------------------------------------------------------------------------------------------

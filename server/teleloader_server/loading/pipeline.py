@@ -87,7 +87,7 @@ class Loading:
             self.context.sample[0] = NO_SAMPLE
             batch.count_time()
             # the server does not know the number of batches, and may prefetch batches beyond the epoch: no fault
-            failed = not (task.spec.has_token_batches and isinstance(error, BatchOutOfRange))
+            failed = not (task.spec.is_prepared and isinstance(error, BatchOutOfRange))
             return nbytes, Report(batch.count, failed, batch.seconds, cache=take_counts())
         slowest = self.context.slowest
         report = Report(batch.count, False, batch.seconds, batch.substituted, slowest, _lengths(batch), take_counts())
