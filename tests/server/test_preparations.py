@@ -90,7 +90,7 @@ def test_a_full_file_is_replaced(shared: Preparations, monkeypatch: pytest.Monke
     assert counted == [0, 1, 2, 0]
 
 
-def test_a_full_disk_does_not_fail_batches(
+def test_exhausted_memory_does_not_fail_batches(
     shared: Preparations, monkeypatch: pytest.MonkeyPatch, counted: list[int]
 ) -> None:
     """Each process then prepares the epoch itself."""

@@ -183,10 +183,9 @@ class Dispatcher:
             self.store.unmark_unwanted(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
         furthest = max(pending.stop for pending in consumer.requests)
         consumer.ahead_start = consumer.ahead_cursor = furthest
-        # if this server does not know the number of batches, the client limits `prefetch` to the end of the epoch
+        # the server may not know the number of batches: then, only the client's own prefetch window is certain
         depth = request.prefetch if loader.batches == MAX_EPOCH else self._depth(consumer, request.prefetch)
-        # not from the furthest one, because requests may arrive in another order
-        consumer.ahead_stop = min(loader.batches, max(furthest, stop + depth))
+        consumer.ahead_stop = min(loader.batches, furthest + depth)
         if request.prefetch or furthest < loader.batches:
             consumer.looks_ahead = request.prefetch > 0 and self._knows_order(loader)
         self.store.active[consumer] = None

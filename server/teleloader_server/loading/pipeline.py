@@ -15,6 +15,7 @@ from teleloader_server.loading.sample_cache import take_counts
 from teleloader_server.loading.stages import NO_SAMPLE, STAGES, Batch, Context, Place, Stage
 from teleloader_server.loading.tasks import Indices, Report, Task, integer_of
 from teleloader_shared.codec import FrameWriter
+from teleloader_shared.errors import BatchOutOfRange
 from teleloader_shared.sources import Sources
 from teleloader_shared.spec import LoaderSpec
 
@@ -85,7 +86,9 @@ class Loading:
             nbytes = self._write_failure(task, error, batch.indices, place)
             self.context.sample[0] = NO_SAMPLE
             batch.count_time()
-            return nbytes, Report(batch.count, True, batch.seconds, cache=take_counts())
+            # the server does not know the number of batches, and may prefetch batches beyond the epoch: no fault
+            failed = not (task.spec.is_prepared and isinstance(error, BatchOutOfRange))
+            return nbytes, Report(batch.count, failed, batch.seconds, cache=take_counts())
         slowest, slow = self.context.slowest, self.context.slow
         report = Report(
             batch.count, False, batch.seconds, batch.substituted, slowest, slow, _lengths(batch), take_counts()

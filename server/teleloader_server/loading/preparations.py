@@ -1,8 +1,8 @@
 """Prepared orders: the numbers of batches or sequences per window, computed by one worker and read by the others.
 
-A preparation evaluates the whole order of an epoch (`orders.plan.prepare`). The workers of a server are forks of
-one process, and share an unlinked temporary file, to which the first worker that needs an order appends its
-preparation. Other workers wait for the lock of the file meanwhile, and then read the result.
+A preparation evaluates the whole order of an epoch (`orders.plan.prepare`). The workers of a server are forks of one
+process, and share a file in memory, to which the first worker that needs an order appends its preparation. Other
+workers wait for the lock of the file meanwhile, and then read the result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,9 @@ from numpy.typing import NDArray
 from teleloader_shared.lengths import Lengths
 from teleloader_shared.orders.plan import prepare
 from teleloader_shared.spec import LoaderSpec
+
+if sys.platform != "win32":
+    import fcntl
 
 MAX_BYTES: Final = 64 * 2**20
 """Size of the file from which the next preparation replaces all others."""
@@ -33,7 +37,8 @@ class Preparations:
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="teleloader-orders-")  # noqa: SIM115 - open as long as the process
+        # in memory, because servers may run with a read-only file system
+        self._file = os.memfd_create("teleloader-orders", os.MFD_CLOEXEC)
 
     def of(self, spec: LoaderSpec, lengths: Lengths, epoch: int) -> NDArray[np.int64]:
         """Return the preparation of an epoch; prepare the epoch if no process has done so.
@@ -46,7 +51,7 @@ class Preparations:
         determining = {name: value for name, value in spec.to_json().items() if name in ("balance", "packing")}
         facts = json.dumps([determining, lengths.digest, epoch, spec.seed if spec.shuffle else None])
         key = hashlib.blake2b(facts.encode(), digest_size=_KEY_BYTES).digest()
-        with _Locked(self._file.fileno()):
+        with _locked(self._file):
             found = self._read(key)
             if found is None:
                 found = prepare(spec, lengths, epoch)
@@ -55,10 +60,10 @@ class Preparations:
 
     def close(self) -> None:
         """Close the file in this process."""
-        self._file.close()
+        os.close(self._file)
 
     def _read(self, key: bytes) -> NDArray[np.int64] | None:
-        file = self._file.fileno()
+        file = self._file
         end, place = os.fstat(file).st_size, 0
         while place < end:
             header = os.pread(file, _KEY_BYTES + 8, place)
@@ -70,36 +75,27 @@ class Preparations:
         return None
 
     def _append(self, key: bytes, values: NDArray[np.int64]) -> None:
-        file = self._file.fileno()
+        file = self._file
         data = key + len(values).to_bytes(8, "little") + values.tobytes()
         end = os.fstat(file).st_size
         if end + len(data) > MAX_BYTES:
             os.ftruncate(file, end := 0)
         try:
             written = os.pwrite(file, data, end)
-        except OSError:  # the disk is full: each worker prepares the order itself
+        except OSError:  # out of memory: each worker prepares the order itself
             written = 0
         if written < len(data):
             os.ftruncate(file, end)
 
 
-class _Locked:
+@contextmanager
+def _locked(file: int) -> Iterator[None]:
     """Context manager that locks a file for other processes; the end of this process also releases the lock."""
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-
-    def __enter__(self) -> None:
-        if sys.platform != "win32":
-            import fcntl
-
-            fcntl.lockf(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        if sys.platform != "win32":
-            import fcntl
-
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN)
 
 
 _shared: Preparations | None = None

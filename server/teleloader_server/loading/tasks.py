@@ -75,7 +75,7 @@ class Report(NamedTuple):
     """Index of the sample whose fetch took longest; None if it is unknown."""
     slow: Sequence[tuple[int, float]] = ()
     """Index and time in seconds of each slow sample, slowest first; see `SLOW_FROM` and `MAX_SLOW`."""
-    lengths: Sequence[int] = (0, 0)
+    lengths: tuple[int, int] = (0, 0)
     """Sum of the lengths of the samples, and number of samples x longest sample; (0, 0) if unknown.
     With packed sequences, numbers of their tokens without and with padding."""
     cache: CacheCounts = CacheCounts()
@@ -98,7 +98,7 @@ class GroupReport(NamedTuple):
     """Index of the slowest sample of each batch (`Report.slowest`)."""
     slow: Sequence[tuple[int, Sequence[tuple[int, float]]]] = ()
     """Slow samples of each batch that has any (`Report.slow`), with the place of the batch in the group."""
-    lengths: Sequence[int] = (0, 0)
+    lengths: tuple[int, int] = (0, 0)
     """Sums of `Report.lengths` over all batches."""
     cache: CacheCounts = CacheCounts()
 
@@ -109,7 +109,7 @@ class GroupReport(NamedTuple):
         found = [(place, each) for place, each in enumerate(substituted) if each is not None]
         late = [(place, each) for place, each in enumerate(slow) if each]
         times = list(zip(*stages, strict=True))
-        padding = tuple(sum(each) for each in zip(*lengths, strict=True))
+        padding = sum(tokens for tokens, _ in lengths), sum(padded for _, padded in lengths)
         return cls(samples, failed[-1], times, cpu_wait, found, slowest, late, padding, CacheCounts.sum(cache))
 
     def without(self, places: Container[int]) -> GroupReport:

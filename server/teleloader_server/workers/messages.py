@@ -217,8 +217,8 @@ def decode(encoded: Sequence[Any]) -> Message:
         message: Message = kind(*fields)
         return message
     task_id, frames, sizes, report, reached = fields
-    counts = CacheCounts(*report[-1])
-    return Done(task_id, frames, sizes, GroupReport(*report)._replace(cache=counts), reached)
+    lengths, counts = tuple(report[-2]), CacheCounts(*report[-1])
+    return Done(task_id, frames, sizes, GroupReport(*report)._replace(lengths=lengths, cache=counts), reached)
 
 
 # -- status file of a worker, in shared memory
