@@ -95,8 +95,8 @@ def contenders(url: str) -> dict[str, Any]:
     dataset: Any = Timed()
     local = TorchLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=NUM_WORKERS, persistent_workers=True)
     return {
-        "teleloader": loader(prefetch_next_epoch=True),
-        "teleloader, prefetch_next_epoch=False": loader(prefetch_next_epoch=False),
+        "teleloader, prefetch_next_epoch=True": loader(prefetch_next_epoch=True),
+        "teleloader": loader(prefetch_next_epoch=False),
         "torch local, persistent_workers=True": local,
     }
 

@@ -182,7 +182,7 @@ class DataLoader(Generic[Batch]):
         device_ahead: Batches to copy to the device before the training loop requests them, at least 0; 2 by default.
             Each occupies device memory.
         prefetch_next_epoch: Whether to prefetch the first batches of the next epoch at the end of an epoch, so that
-            they are ready when the next epoch starts; True by default. Applies to the seeded order with shared workers.
+            they are ready when the next epoch starts; False by default. Applies to the seeded order with shared workers.
             Servers compute these batches with the lowest priority. The loader keeps them in memory until the next
             epoch, and discards up to one prefetch window after the last one.
         on_error: What to do if the dataset raises an exception for a sample. ``"raise"`` (the default) raises it in
@@ -235,7 +235,7 @@ class DataLoader(Generic[Batch]):
         device: Any = None,
         device_transform: Callable[[Any], Batch] | None = None,
         device_ahead: int = DEFAULT_DEVICE_AHEAD,
-        prefetch_next_epoch: bool = True,
+        prefetch_next_epoch: bool = False,
         sharding: Any = None,
         on_error: OnError = "raise",
         error_retries: int = 2,
@@ -701,7 +701,7 @@ class DataLoader(Generic[Batch]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position.
 
-        In seeded order, prefetching starts immediately, for the current rank. With `device` or `pin_memory`, this
+        In seeded order, with `prefetch_next_epoch`, prefetching starts immediately, for the current rank. With `device` or `pin_memory`, this
         requires that the process already uses the accelerator.
 
         Args:

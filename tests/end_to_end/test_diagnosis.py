@@ -92,7 +92,7 @@ def test_epochs_that_are_over_at_once_are_one_training_loop(seed: int | None) ->
 def test_a_loop_is_in_the_list_once() -> None:
     """A loop is listed with its current epoch and the batches sent in it; different loops are separate."""
     with serve(Rows(length=4), num_workers=1) as url:
-        training, validation = (DataLoader(RemoteDataset(url), 1, seed=0, prefetch_next_epoch=False) for _ in range(2))
+        training, validation = (DataLoader(RemoteDataset(url), 1, seed=0) for _ in range(2))
         for _ in range(3):
             list(training)
         list(validation)

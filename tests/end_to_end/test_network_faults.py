@@ -65,8 +65,7 @@ class Checked:
 
     def __init__(self, urls: str | list[str], name: str = "small", batch_size: int = 2, **options: Any) -> None:
         remote = RemoteDataset(urls, name, **{"stall_timeout": STALL_TIMEOUT, **options})
-        # faults are for the batches that a test takes
-        self.loader = DataLoader(remote, batch_size, True, seed=3, output="numpy", prefetch_next_epoch=False)
+        self.loader = DataLoader(remote, batch_size, shuffle=True, seed=3, output="numpy")
         self._table = getattr(hosted, name).table
         self._epoch = -1
         self._begin_epoch()

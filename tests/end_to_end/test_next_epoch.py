@@ -77,7 +77,8 @@ def url(dataset: Logged) -> Iterator[str]:
 
 
 def loader(url: str, **options: Any) -> Any:
-    """Return a loader in seeded order."""
+    """Return a loader in seeded order that prefetches the next epoch."""
+    options = {"prefetch_next_epoch": True, **options}
     return DataLoader(RemoteDataset(url), SIZE, True, num_workers=WORKERS, seed=7, output="numpy", **options)
 
 
@@ -149,7 +150,8 @@ def test_several_servers_share_the_prefetched_batches(tmp_path: Path) -> None:
     """Each batch of the next epoch is computed once, by the server that computes it for all clients."""
     dataset = Logged(tmp_path / "log")
     with serve(dataset, num_workers=1) as first, serve(dataset, num_workers=1) as second:
-        loading = DataLoader(RemoteDataset([first, second]), SIZE, True, seed=7, output="numpy")
+        remote = RemoteDataset([first, second])
+        loading = DataLoader(remote, SIZE, True, seed=7, output="numpy", prefetch_next_epoch=True)
         for epoch in range(3):
             assert received(loading) == expected(loading, epoch)
             eventually(partial(dataset.has_computed, epoch + 1, WINDOW))
@@ -343,7 +345,7 @@ def test_a_pending_request_becomes_urgent_when_the_epoch_starts(tmp_path: Path) 
         blocking = DataLoader(RemoteDataset(url), 1, seed=0, output="numpy")
         blocked = iter(blocking)  # the only worker is busy with batch 0
         eventually(lambda: dataset.log.exists())
-        loading = DataLoader(RemoteDataset(url), 1, seed=0, output="numpy")
+        loading = DataLoader(RemoteDataset(url), 1, seed=0, output="numpy", prefetch_next_epoch=True)
         loading.load_state_dict({**loading.state_dict(), "epoch": 1, "samples": 3})
 
         def waiting() -> list[float]:
