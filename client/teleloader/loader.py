@@ -23,6 +23,7 @@ from teleloader.arguments import (
     check_iteration,
     check_mixture,
     check_ranks,
+    check_shuffle_buffer,
     warn_of_pinning,
     warn_of_too_many_workers,
 )
@@ -61,6 +62,7 @@ DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
 _ORDERING: Final = (
     "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "seed", "rank", "world_size", "tail",
+    "shuffle_buffer_size",
 )  # fmt: skip
 """Arguments that determine the order of the samples."""
 _FIXED: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
@@ -139,6 +141,10 @@ class DataLoader(Generic[Batch]):
         tail: Division of a dataset whose length is not a multiple of `world_size`: ``"pad"`` (the default) repeats
             samples as torch's DistributedSampler does, ``"drop"`` omits the remainder, ``"uneven"`` gives some ranks
             one more sample.
+        shuffle_buffer_size: For an iterable-style dataset, number of samples that each shard shuffles together: the
+            worker of the shard keeps them in a buffer, and yields each sample of the dataset once. The order is a
+            function of `seed`, the epoch and the number of shards. The memory of the buffer is that of the samples
+            before collation, for each shard. None (the default) keeps the order of the dataset.
         output: Library of the arrays: ``"torch"``, ``"numpy"`` or ``"jax"``. None (the default) is torch if it is
             installed, otherwise NumPy.
         checksum: Whether each batch has a checksum, by which damaged responses are detected and retried; True by
@@ -201,6 +207,7 @@ class DataLoader(Generic[Batch]):
         rank: int | None = None,
         world_size: int | None = None,
         tail: Tail = "pad",
+        shuffle_buffer_size: int | None = None,
         output: Output | None = None,
         checksum: bool = True,
         compression: Compression | None = None,
@@ -239,6 +246,7 @@ class DataLoader(Generic[Batch]):
         self.device, self.device_transform, self.device_ahead = device, device_transform, device_ahead
         self.sharding = sharding
         check_errors(on_error, max_errors, iterable=remote.iterable)
+        check_shuffle_buffer(shuffle_buffer_size, iterable=remote.iterable)
         self.max_errors = max_errors
         self.batch_size, self.drop_last = (batch_size, drop_last) if batch_sampler is None else (None, False)
         self.sampler, self.batch_sampler = sampler, batch_sampler
@@ -246,7 +254,8 @@ class DataLoader(Generic[Batch]):
         self._spec = LoaderSpec(
             dataset=remote.name, batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(self.drop_last),
             seed=seed or 0, rank=rank or 0, world_size=1 if world_size is None else world_size, tail=tail,
-            mixture=mixture, checksum=checksum, compression=compression, on_error=on_error, error_retries=error_retries,
+            shuffle_buffer_size=shuffle_buffer_size, mixture=mixture, checksum=checksum, compression=compression,
+            on_error=on_error, error_retries=error_retries,
             collate=self._name_on_server("collate_fn"), worker_init=self._name_on_server("worker_init_fn"),
         )  # fmt: skip
         # torch's rank is read at each use, because the loader may be created before the process group
@@ -641,12 +650,15 @@ class DataLoader(Generic[Batch]):
     def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
         """Return the values that must be equal in a loader that resumes from this loader's state."""
         values: dict[str, Any] = {
-            "seed": spec.seed, "shuffle": spec.shuffle, "batch_size": self.batch_size,
-            "num_workers": int(self.num_workers),
+            "seed": spec.seed if order.has_plan else self._seed, "shuffle": spec.shuffle,
+            "batch_size": self.batch_size, "num_workers": int(self.num_workers),
+            "shuffle_buffer_size": spec.shuffle_buffer_size,
         }  # fmt: skip
         common = {name: values[name] for name in order.identity}
         if spec.mixture is not None:
             common["mixture"] = spec.mixture.digest
+        if spec.shuffle_buffer_size is not None:
+            common["seed"] = values["seed"]
         return {"dataset": spec.fingerprint, "order": order.name, **common}
 
     def stats(self) -> LoaderStats:

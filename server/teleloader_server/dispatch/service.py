@@ -496,6 +496,11 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
         for field in ("shard_states", "delivered"):
             if getattr(spec, field) is not None:
                 raise InvalidSpec(f"{field} must be null for map-style dataset {info.name!r}, which has no shards")
+        if spec.shuffle_buffer_size is not None:
+            raise InvalidSpec(
+                f"shuffle_buffer_size must be null for map-style dataset {info.name!r}: use shuffle=true, which "
+                "shuffles the whole dataset"
+            )
         return
     if spec.session is None:
         raise InvalidSpec(f"iterable-style dataset {info.name!r} requires a session, got session=null")
