@@ -223,6 +223,7 @@ class LoaderService:
             batch_rate=batch_rate,
             environment=environment(),
             handoff=self.lender.offer(_authorize(caller, loader.spec).name),
+            replayed=_replayed(engine),
         )
 
     async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller) -> None:
@@ -454,6 +455,13 @@ class LoaderService:
             for key, engine in self.engines.started_sessions().items():
                 if engine.idle > SESSION_IDLE:
                     await self.end_session(key)
+
+
+def _replayed(engine: Engine) -> list[int] | None:
+    """Return the progress of the worker that has the most batches to iterate again; None if there is none."""
+    found = [state.replayed for state in engine.pool.workers() if state.replayed is not None]
+    longest = max(found, key=lambda each: each.total - each.batches, default=None)
+    return None if longest is None else [longest.batches, longest.total]
 
 
 def _authorize(caller: Caller, spec: LoaderSpec, need: str = READ) -> Principal:

@@ -18,7 +18,7 @@ from teleloader_server.loading.random_state import (
     seed_all,
     set_random_state,
 )
-from teleloader_server.loading.replay import Reached, Replay
+from teleloader_server.loading.replay import Reached, Replay, Replayed
 from teleloader_server.loading.shards import Outcome, Shard
 from teleloader_server.loading.shuffle_buffer import ShuffleSettings
 from teleloader_server.loading.tasks import Task, collate, frame_writer
@@ -104,8 +104,9 @@ class Passes:
         max_batch_bytes: Maximum size of a frame in bytes.
         owns_datasets: Whether no other code in this process uses the datasets.
         seeds: True to start each pass over an epoch with the same random state.
-        skipped: Callback, called for each batch that is iterated only to reach a later one, and for each sample that is
-            read to fill a shuffle buffer.
+        skipped: Callback, called with the progress for each batch that is iterated only to reach a later one, and with
+            None for each sample that is read to fill a shuffle buffer.
+        max_replay: Maximum number of batches to iterate again; 0 for no limit.
         began: Callback, called when a pass starts.
     """
 
@@ -115,13 +116,15 @@ class Passes:
         *,
         owns_datasets: bool,
         seeds: bool,
-        skipped: Callable[[], None],
+        skipped: Callable[[Replayed | None], None],
         began: Callable[[Began], None],
+        max_replay: int = 0,
     ) -> None:
         self._max_batch_bytes = max_batch_bytes
         self._owns_datasets = owns_datasets
         self._seeds = seeds
         self._skipped = skipped
+        self._max_replay = max_replay
         self._tell_began = began
         self._initial: Any = None
         """Random state before the first pass of a worker process."""
@@ -202,7 +205,8 @@ class Passes:
             ),
             passed=lambda number, outcome: self._skip(hosted, task, self._passes[run], number, outcome),
             shuffle=_shuffle_settings(task),
-            progress=self._skipped,
+            progress=lambda: self._skipped(None),
+            max_replay=self._max_replay,
             saved=_saved_states(task, earlier, is_own_iterator=is_own_iterator),
             max_state=MAX_STATES // spec.shards,
         )
@@ -264,7 +268,8 @@ class Passes:
 
         If an earlier worker delivered the batch, also compute its frame, and verify it against the earlier delivery.
         """
-        self._skipped()
+        first = pass_.shard.skipped_from
+        self._skipped(Replayed(task.batch_id.loader, number + 1 - first, pass_.number(task) - first))
         if isinstance(outcome, Exception):
             return
         spec, (loader, epoch, batch) = task.spec, task.batch_id

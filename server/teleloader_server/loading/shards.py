@@ -63,6 +63,7 @@ class Shard:
         passed: Callback, called with the number and the outcome of each skipped batch.
         shuffle: Size and seed of the shuffle buffer; None to yield the samples in the order of the dataset.
         progress: Callback, called for each sample that is read to fill the shuffle buffer.
+        max_replay: Maximum number of batches to skip after the iteration has started again; 0 for no limit.
         saved: Results of `state` in earlier processes. To reach a batch, iteration starts at the last of these states
             that precedes the batch.
         max_state: Maximum length of a state in characters.
@@ -79,6 +80,7 @@ class Shard:
         passed: Callable[[int, Outcome], object] = lambda number, outcome: None,
         shuffle: ShuffleSettings | None = None,
         progress: Callable[[], object] = lambda: None,
+        max_replay: int = 0,
         saved: Sequence[str] = (),
         max_state: int = MAX_STATES,
     ) -> None:
@@ -90,6 +92,7 @@ class Shard:
         self._passed = passed
         self._shuffle = shuffle
         self._progress = progress
+        self._max_replay = max_replay
         self._buffer: ShuffleBuffer | None = None
         """Shuffle buffer of the open iterator, if any."""
         self._saved = saved
@@ -107,6 +110,8 @@ class Shard:
         """Position in the shard of the batch that the open iterator yields next."""
         self.samples = 0
         """Number of samples fetched since the start of the epoch."""
+        self.skipped_from = 0
+        """First one of the batches that `fetch` skips or has skipped last."""
         self._ended = False
         self._is_new = True
 
@@ -121,11 +126,14 @@ class Shard:
         Later batches are reached by skipping, earlier ones by iterating again from a saved state or from the start.
 
         Raises:
+            StateMismatch: If more than `max_replay` batches would have to be skipped; the shard then ends.
             Exception: If the dataset raises an exception; the next call continues after the failed batch.
         """
         moves = self._is_new or number < self.next
         if moves:
             self._move_before(number)
+            self._check_replay(number)
+        self.skipped_from = self.next
         passes = moves and self.next < number
         while self.next < number and not self._ended:
             passed = self.next
@@ -171,6 +179,16 @@ class Shard:
         if self._ended:  # with persistent workers, the next epoch continues from this state
             self._load_dataset()
             self._restore_random_numbers()
+
+    def _check_replay(self, number: int) -> None:
+        batches = 0 if self._ended else number - self.next
+        if self._max_replay and batches > self._max_replay:
+            self.end()
+            raise StateMismatch(
+                f"cannot continue at batch {number} of the shard: {batches:,} batches would have to be iterated again, "
+                f"and the limit is {self._max_replay:,} (max_replay). Define state_dict() and load_state_dict() "
+                "(torchdata's Stateful) in the dataset, or increase --max-replay of the server"
+            )
 
     def _in_this_epoch(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the states of this epoch in a saved state; the state of another epoch is the start of this one."""
