@@ -10,9 +10,9 @@ from teleloader.dataset import RemoteDataset
 from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager
 from teleloader.fetch.fetcher import FetchOptions
 from teleloader.fetch.iteration import Iteration, LoaderIterator, Progress
-from teleloader.fetch.receiver import Receiver
+from teleloader.fetch.receiver import Receiver, groups_of
 from teleloader.fetch.scheduler import RangeScheduler
-from teleloader.fetch.shards import DeliveredShards
+from teleloader.fetch.shards import DeliveredShards, group_spec
 from teleloader.fetch.stager import Stager
 from teleloader.orders import Order
 from teleloader.sampling import IndexLists
@@ -93,7 +93,8 @@ class Start:
 
     def _open_remote(self, dataset: RemoteDataset) -> Iteration:
         order, epoch = self.order, self.position.epoch
-        server, registered = dataset.register(self._spec_to_register, epoch)
+        groups = groups_of(dataset.servers.known, self.spec) if order.has_shards else 1
+        server, registered = dataset.register(group_spec(self._spec_to_register, 0, groups), epoch)
         spec = replace(self.spec, fingerprint=registered.fingerprint)
         keeps_dataset = self.keeps_workers or registered.num_workers == 0
         progress, stop = self._progress(spec, registered.length, keeps_dataset=keeps_dataset)
@@ -119,6 +120,7 @@ class Start:
         buffers = self.placement.buffers()
         options = FetchOptions(
             spec=spec,
+            first_spec=replace(self._spec_to_register, fingerprint=registered.fingerprint),
             previous_states=previous_states,
             key=registered.key,
             epoch=epoch,
@@ -131,7 +133,7 @@ class Start:
             trace=IterationTrace(registered.key, epoch) if tracing.is_on() else None,
         )
         measures = Measures(epoch, buffers, self.before.report())
-        receiver = Receiver(dataset, server, options, scheduler, measures, stays=self._stays)
+        receiver = Receiver(dataset, server, options, scheduler, measures, groups=groups, stays=self._stays)
         target = self.placement.target
         stager = None if target is None else Stager(receiver.reorder_buffer, target, self.device_ahead)
         return self._iteration(dataset, spec, progress, receiver, stager, registered.length)
