@@ -188,6 +188,19 @@ def check_errors(on_error: str, max_errors: float, *, iterable: bool) -> None:
         )
 
 
+def check_shuffle_buffer(size: int | None, *, iterable: bool) -> None:
+    """Validate the teleloader-specific argument `shuffle_buffer_size`; the spec validates its range.
+
+    Raises:
+        ValueError: If `size` is given for a map-style dataset.
+    """
+    if size is not None and not iterable:
+        raise ValueError(
+            f"shuffle_buffer_size={size!r} requires an iterable-style dataset: pass shuffle=True, which shuffles the "
+            "whole map-style dataset"
+        )
+
+
 def check_mixture(seed: int | None, *, sampler: object) -> None:
     """Validate the arguments of a loader of a `Mixture`.
 
@@ -284,7 +297,9 @@ def _check_iterable(arguments: Arguments) -> None:
     expected = "DataLoader with IterableDataset: expected unspecified"
     # as in torch, 0 passes, and a value that is not hashable raises TypeError
     if arguments.shuffle not in {False, None}:
-        raise ValueError(f"{expected} shuffle option, but got shuffle={arguments.shuffle}")
+        error = ValueError(f"{expected} shuffle option, but got shuffle={arguments.shuffle}")
+        error.add_note("To shuffle the samples of an iterable-style dataset in a buffer, pass shuffle_buffer_size=.")
+        raise error
     if arguments.sampler is not None:
         raise ValueError(f"{expected} sampler option, but got sampler={arguments.sampler}")
     if arguments.batch_sampler is not None:

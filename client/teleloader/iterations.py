@@ -13,9 +13,9 @@ from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager
 from teleloader.fetch.fetcher import FetchOptions
 from teleloader.fetch.group import GroupReceiver, LeaderReceiver, MemberReceiver
 from teleloader.fetch.iteration import Iteration, LoaderIterator, Progress
-from teleloader.fetch.receiver import Receiver
+from teleloader.fetch.receiver import Receiver, groups_of
 from teleloader.fetch.scheduler import RangeScheduler
-from teleloader.fetch.shards import DeliveredShards
+from teleloader.fetch.shards import DeliveredShards, group_spec
 from teleloader.fetch.stager import Stager
 from teleloader.orders import Order
 from teleloader.sampling import IndexLists
@@ -200,7 +200,10 @@ class Start:
             progress, _ = self._progress(self.spec, length, keeps_dataset=self.keeps_workers)
             return self.spec, progress, receiver, length
         order, epoch = self.order, self.position.epoch
-        server, registered = dataset.register(self._spec_to_register, epoch)
+        # all batches of a model-parallel group have the key of one loader
+        divides = order.has_shards and self.channel is None
+        groups = groups_of(dataset.servers.known, self.spec) if divides else 1
+        server, registered = dataset.register(group_spec(self._spec_to_register, 0, groups), epoch)
         spec = replace(self.spec, fingerprint=registered.fingerprint)
         keeps_dataset = self.keeps_workers or registered.num_workers == 0
         progress, stop = self._progress(spec, registered.length, keeps_dataset=keeps_dataset)
@@ -223,7 +226,7 @@ class Start:
             loader=registered.key,
             epoch=epoch,
         )
-        receiver = self._receiver(dataset, server, spec, registered.key, scheduler, previous_states)
+        receiver = self._receiver(dataset, server, spec, registered.key, scheduler, previous_states, groups)
         return spec, progress, receiver, registered.length
 
     def _receiver(
@@ -234,10 +237,12 @@ class Start:
         key: str,
         scheduler: RangeScheduler,
         previous_states: tuple[str | None, ...] | None,
+        groups: int = 1,
     ) -> Receiver:
         epoch, buffers = self.position.epoch, self.placement.buffers()
         options = FetchOptions(
             spec=spec,
+            first_spec=replace(self._spec_to_register, fingerprint=spec.fingerprint),
             previous_states=previous_states,
             key=key,
             epoch=epoch,
@@ -251,7 +256,7 @@ class Start:
             keeps_bytes=self.channel is not None,
         )
         measures = Measures(epoch, buffers, self.before, is_background=scheduler.is_background)
-        return Receiver(dataset, server, options, scheduler, measures, stays=self._stays)
+        return Receiver(dataset, server, options, scheduler, measures, groups=groups, stays=self._stays)
 
     def _staged(
         self,

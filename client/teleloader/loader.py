@@ -25,6 +25,7 @@ from teleloader.arguments import (
     check_mesh,
     check_mixture,
     check_ranks,
+    check_shuffle_buffer,
     check_token_batches,
     warn_of_pinning,
     warn_of_too_many_workers,
@@ -68,7 +69,7 @@ DEFAULT_PREFETCH_FACTOR: Final = 2
 DEFAULT_DEVICE_AHEAD: Final = 2
 _ORDERING: Final = (
     "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "seed", "rank", "world_size", "tail",
-    "balance", "packing", "mesh", "data_dims",
+    "balance", "packing", "mesh", "data_dims", "shuffle_buffer_size",
 )  # fmt: skip
 """Arguments that determine the order of the samples."""
 _FIXED: Final = (
@@ -162,6 +163,10 @@ class DataLoader(Generic[Batch]):
         packing: A `Packing` for batches of token sequences that are packed from documents, the samples of the dataset;
             requires `seed`, and a dataset that states `sample_lengths`. `batch_size`, `drop_last` and `tail` then
             count sequences. Excludes `balance`, `collate_fn` and `on_error`. None (the default) does not pack.
+        shuffle_buffer_size: For an iterable-style dataset, number of samples that each shard shuffles together: the
+            worker of the shard keeps them in a buffer, and yields each sample of the dataset once. The order is a
+            function of `seed`, the epoch and the number of shards. The memory of the buffer is that of the samples
+            before collation, for each shard. None (the default) keeps the order of the dataset.
         output: Library of the arrays: ``"torch"``, ``"numpy"`` or ``"jax"``. None (the default) is torch if it is
             installed, otherwise NumPy.
         checksum: Whether each batch has a checksum, by which damaged responses are detected and retried; True by
@@ -182,9 +187,9 @@ class DataLoader(Generic[Batch]):
         device_ahead: Batches to copy to the device before the training loop requests them, at least 0; 2 by default.
             Each occupies device memory.
         prefetch_next_epoch: Whether to prefetch the first batches of the next epoch at the end of an epoch, so that
-            they are ready when the next epoch starts; False by default. Applies to the seeded order with shared workers.
-            Servers compute these batches with the lowest priority. The loader keeps them in memory until the next
-            epoch, and discards up to one prefetch window after the last one.
+            they are ready when the next epoch starts; False by default. Applies to the seeded order with shared
+            workers. Servers compute these batches with the lowest priority. The loader keeps them in memory until the
+            next epoch, and discards up to one prefetch window after the last one.
         on_error: What to do if the dataset raises an exception for a sample. ``"raise"`` (the default) raises it in
             ``next()``, as torch. ``"skip"`` omits the sample, so that the batch is shorter, and ``"replace"`` uses
             another sample of the dataset, chosen by seed, epoch, batch and position; both retry the sample first.
@@ -228,6 +233,7 @@ class DataLoader(Generic[Batch]):
         rank: int | None = None,
         world_size: int | None = None,
         tail: Tail = "pad",
+        shuffle_buffer_size: int | None = None,
         output: Output | None = None,
         checksum: bool = True,
         compression: Compression | None = None,
@@ -287,6 +293,7 @@ class DataLoader(Generic[Batch]):
         self.sharding = sharding
         self.prefetch_next_epoch = prefetch_next_epoch
         check_errors(on_error, max_errors, iterable=remote.iterable)
+        check_shuffle_buffer(shuffle_buffer_size, iterable=remote.iterable)
         self.max_errors = max_errors
         self.batch_size, self.drop_last = (batch_size, drop_last) if batch_sampler is None else (None, False)
         self.sampler, self.batch_sampler = sampler, batch_sampler
@@ -294,7 +301,8 @@ class DataLoader(Generic[Batch]):
         self._spec = LoaderSpec(
             dataset=remote.name, batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(self.drop_last),
             seed=seed or 0, rank=rank or 0, world_size=1 if world_size is None else world_size, tail=tail,
-            mixture=mixture, checksum=checksum, compression=compression, on_error=on_error, error_retries=error_retries,
+            shuffle_buffer_size=shuffle_buffer_size, mixture=mixture, checksum=checksum, compression=compression,
+            on_error=on_error, error_retries=error_retries,
             collate=self._name_on_server("collate_fn"), worker_init=self._name_on_server("worker_init_fn"),
         )  # fmt: skip
         # torch's rank is read at each use, because the loader may be created before the process group
@@ -701,8 +709,8 @@ class DataLoader(Generic[Batch]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position.
 
-        In seeded order, with `prefetch_next_epoch`, prefetching starts immediately, for the current rank. With `device` or `pin_memory`, this
-        requires that the process already uses the accelerator.
+        In seeded order, with `prefetch_next_epoch`, prefetching starts immediately, for the current rank. With `device`
+        or `pin_memory`, this requires that the process already uses the accelerator.
 
         Args:
             state_dict: A state that `state_dict` returned, in this or another process.
@@ -728,8 +736,9 @@ class DataLoader(Generic[Batch]):
     def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
         """Return the values that must be equal in a loader that resumes from this loader's state."""
         values: dict[str, Any] = {
-            "seed": spec.seed, "shuffle": spec.shuffle, "batch_size": self.batch_size,
-            "num_workers": int(self.num_workers),
+            "seed": spec.seed if order.has_plan else self._seed, "shuffle": spec.shuffle,
+            "batch_size": self.batch_size, "num_workers": int(self.num_workers),
+            "shuffle_buffer_size": spec.shuffle_buffer_size,
         }  # fmt: skip
         common = {name: values[name] for name in order.identity}
         if spec.mixture is not None:
@@ -738,6 +747,8 @@ class DataLoader(Generic[Batch]):
             common["balance"] = spec.balance.identity
         if spec.packing is not None:
             common["packing"] = spec.packing.identity
+        if spec.shuffle_buffer_size is not None:
+            common["seed"] = values["seed"]
         return {"dataset": spec.fingerprint, "order": order.name, **common}
 
     def stats(self) -> LoaderStats:

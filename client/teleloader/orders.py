@@ -228,7 +228,7 @@ class StreamOrder(Order):
 
     name = "iterable"
     description = "determined by an iterable-style dataset"
-    identity = ("batch_size", "num_workers")
+    identity = ("batch_size", "num_workers", "shuffle_buffer_size")
     has_shards = True
 
     def __init__(self, dataset: Any, *, may_repeat: bool) -> None:

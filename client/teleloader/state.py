@@ -71,6 +71,8 @@ def save(
         unit: What `global_batch_size` counts: ``samples``, ``sequences`` or ``batches``.
     """
     state = {"version": STATE_VERSION, "epoch": position.epoch, **identity}
+    if identity.get("shuffle_buffer_size") is None:  # states of other loaders have no such entry
+        state.pop("shuffle_buffer_size", None)
     if position.base_seed is not None:
         state["base_seed"] = position.base_seed
     if generators:

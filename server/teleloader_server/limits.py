@@ -46,12 +46,18 @@ class Limits:
     """Number of batches after which a worker process is replaced, for datasets that leak memory; 0 disables this."""
     max_worker_memory: int = 0
     """Resident memory in bytes above which a worker process is replaced; 0 disables this."""
+    max_replay: int = 0
+    """Maximum number of batches that a worker iterates again to restore its shard of an iterable-style dataset without
+    a state; beyond it, the shard fails. 0 for no limit."""
     debug: bool = False
     """True to permit loading batches in the server process itself, which blocks all other requests meanwhile."""
 
     def __post_init__(self) -> None:
         """Validate the fields."""
-        for name in ("num_workers", "memory_budget", "max_batch_bytes", "max_batches_per_worker", "max_worker_memory"):
+        for name in (
+            "num_workers", "memory_budget", "max_batch_bytes", "max_batches_per_worker", "max_worker_memory",
+            "max_replay",
+        ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigError(f"{name} must be an integer, got {value!r}")
@@ -61,7 +67,7 @@ class Limits:
             raise ConfigError(f"memory_budget must be at least 1 MiB, got {self.memory_budget} bytes")
         if self.max_batch_bytes < 2**10:
             raise ConfigError(f"max_batch_bytes must be at least 1 KiB, got {self.max_batch_bytes} bytes")
-        for name in ("max_batches_per_worker", "max_worker_memory"):
+        for name in ("max_batches_per_worker", "max_worker_memory", "max_replay"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         timeout = self.batch_timeout

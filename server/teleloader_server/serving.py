@@ -41,6 +41,7 @@ def serve(
     memory_budget: int | None = None,
     max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
     batch_timeout: float = DEFAULT_BATCH_TIMEOUT,
+    max_replay: int = 0,
     host_address: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
@@ -75,6 +76,8 @@ def serve(
         max_batch_bytes: Maximum size of an encoded batch, in bytes.
         batch_timeout: Timeout in seconds for computing a batch, and for starting a worker. A worker that exceeds the
             timeout is killed, and its batch fails. 0 disables the timeout; ``num_workers=0`` has no timeout.
+        max_replay: Maximum number of batches that a worker iterates again to restore its shard of an iterable-style
+            dataset without a state; beyond it, the shard fails. 0 for no limit.
         host_address: IP address to listen on.
         port: Port to listen on; 0 selects a free one.
         token: Token with which clients authenticate (``RemoteDataset(url, token=...)``), at least 16 characters, such
@@ -95,6 +98,7 @@ def serve(
         memory_budget=default_memory_budget() if memory_budget is None else memory_budget,
         max_batch_bytes=max_batch_bytes,
         batch_timeout=batch_timeout,
+        max_replay=max_replay,
         debug=True,
     )
     named = dataset if isinstance(dataset, Mapping) else {name: dataset}

@@ -152,3 +152,6 @@ class Registration:
     handoff: str | None = None
     """Unix socket and key with which a client on the server's machine can receive batches in shared memory, as
     formatted by `handoff.Offer`; None if the server lends no memory."""
+    replayed: list[int] | None = None
+    """Number of batches of a shard that a worker has iterated again, and number of all that it has to; of several
+    workers, of the one with the most remaining batches. None if no worker does so."""

@@ -32,6 +32,7 @@ MAX_NAME: Final = 512
 MAX_ERROR_RETRIES: Final = 100
 MAX_PACKED_TOKENS: Final = 2**31 - 1
 """Maximum tokens in a batch of packed sequences: offsets are int32, as kernels for variable lengths require."""
+MAX_SHUFFLE_BUFFER: Final = 2**24
 MAX_STATES: Final = 768 * 1024
 """Maximum total length of the states of all shards, in characters, divided equally among the shards: the states are
 part of the registration request, which is limited to `max_spec_bytes` (1 MiB by default)."""
@@ -55,6 +56,9 @@ class LoaderSpec:
     """Samples per batch and rank; None for single samples without collation."""
     shuffle: bool = False
     """True if each epoch has its own random order, derived from (seed, epoch)."""
+    shuffle_buffer_size: int | None = None
+    """Number of samples of each shard of an iterable-style dataset that are shuffled together; None for the order of
+    the dataset."""
     drop_last: bool = False
     """True to omit an incomplete last batch."""
     order: Order = "plan"
@@ -120,8 +124,8 @@ class LoaderSpec:
             raise InvalidSpec(f"dataset must be the name of a hosted dataset, got {_shown(self.dataset)}")
         if self.fingerprint is not None and not isinstance(self.fingerprint, str):
             raise InvalidSpec(f"fingerprint must be a string or null, got {_shown(self.fingerprint)}")
-        if self.batch_size is not None:
-            _whole("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
+        _optional("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
+        _optional("shuffle_buffer_size", self.shuffle_buffer_size, 1, MAX_SHUFFLE_BUFFER)
         _whole("seed", self.seed, 0, 2**64 - 1)
         _whole("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         _whole("rank", self.rank, 0, self.world_size - 1)
@@ -318,6 +322,11 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
     # bool is a subclass of int, but a batch size of True is a mistake
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidSpec(f"{name} must be an integer in [{low}, {high}], got {_shown(value)}")
+
+
+def _optional(name: str, value: object, low: int, high: int) -> None:
+    if value is not None:
+        _whole(name, value, low, high)
 
 
 def _name(field: str, value: object) -> None:

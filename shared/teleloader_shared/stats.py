@@ -148,7 +148,8 @@ class WorkerStats:
     """Key of the loader that the worker is private to; None for workers of the shared pool."""
     state: Literal["starting", "idle", "busy"]
     current_task: str | None
-    """Batch that is being computed, e.g. ``batch 12 of epoch 0 of train``; None if the worker is not busy."""
+    """Batch that is being computed, e.g. ``batch 12 of epoch 0 of train``; None if the worker is not busy. While the
+    worker iterates its shard again, followed by ``, after 1,200 of 5,000 replayed batches``."""
     current_task_seconds: float | None
     """Time since the current task started; None if the worker is not busy."""
     batches: int

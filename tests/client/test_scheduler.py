@@ -279,8 +279,12 @@ class Game:
                 and (wanted := scheduler.next_request(server, self._now)) is not None
             ):
                 in_flight.append(wanted)
+            if self._shards and len(self._in_flight) > 1:
+                numbers = [k for wanted in in_flight for k in wanted.batches]
+                assert all(k % self._shards % len(self._in_flight) == server for k in numbers)
         least = prefetch_factor * max(1, num_workers) * len(self._in_flight)
         least *= 2 if adaptive and len(self._in_flight) > 1 else 1
+        least = max(least, prefetch_factor * self._shards)
         assert scheduler.window <= (max(MAX_WINDOW, least) if adaptive else least)
         asked = [server for server, in_flight in enumerate(self._in_flight) if in_flight]
         if not asked:
@@ -298,7 +302,9 @@ class Game:
     def _answer(self, server: int) -> list[int]:
         scheduler, in_flight = self.scheduler, self._in_flight[server]
         first = in_flight[0]
-        assert first.batches.stop + first.ahead <= scheduler.stop
+        is_divided = self._shards > 0 and len(self._in_flight) > 1
+        if not is_divided:  # otherwise the end may have become known after the request
+            assert first.batches.stop + first.ahead <= scheduler.stop
         if len(self._in_flight) > 1 or not (scheduler.adaptive or self._shards):
             assert first.ahead == 0
         came = list(first.batches)[: self._data.draw(st.integers(1, len(first.batches)))]
@@ -311,7 +317,8 @@ class Game:
         if rest is None:
             in_flight.pop(0)
         else:
-            assert came[-1] < rest.batches.start < rest.batches.stop <= first.batches.stop
+            assert came[-1] < rest.batches.start < rest.batches.stop
+            assert is_divided or rest.batches.stop <= first.batches.stop
             in_flight[0] = rest
         assert all(k in self.arrived for k in range(scheduler.taken, scheduler.received))
         scheduler.taken += self._data.draw(st.integers(0, scheduler.received - scheduler.taken))
@@ -350,12 +357,23 @@ def test_every_batch_that_becomes_known_is_asked_for(
 
 
 @fixed
-@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=4), figures=figures, data=st.data())
-def test_shards_of_any_sizes_come_to_an_end(sizes: list[int], figures: Figures, data: st.DataObject) -> None:
-    """Every batch of each was asked for, and none after the last shard's end."""
-    shards = len(sizes)
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    groups=st.integers(1, 4),
+    figures=figures,
+    data=st.data(),
+)
+def test_shards_of_any_sizes_come_to_an_end(
+    sizes: list[int], groups: int, figures: Figures, data: st.DataObject
+) -> None:
+    """Every batch of each was asked for, on the server of its shard, and none after the last shard's end."""
+    shards, groups = len(sizes), min(groups, len(sizes))
     scheduler = made(0, FOR_EVER, figures, shards)
-    game = Game(scheduler, figures, data, shards=shards)
+    if groups > 1:
+        scheduler.divide(groups)
+        for server in range(1, groups):
+            scheduler.joined(server, figures[1])
+    game = Game(scheduler, figures, data, shards=shards, servers=groups)
     ends = []
     while not scheduler.finished:
         for k in game.step():

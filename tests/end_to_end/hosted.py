@@ -223,6 +223,7 @@ class Colleagues:
 
 
 stream = Stream(25)
+long_stream = Stream(1000)
 colleagues = Colleagues()
 many = Samples(int, 100_000)
 """So many that an epoch takes a while."""

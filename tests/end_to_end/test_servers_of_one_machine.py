@@ -463,7 +463,7 @@ def test_an_epoch_continues_when_a_server_is_killed(start_server: StartServer, n
 
 
 def test_shards_of_a_stream_are_restored_when_their_server_is_killed(start_server: StartServer) -> None:
-    """When a server is killed, another server continues the shards at the same samples."""
+    """When a server is killed, another server continues its shards at the same samples."""
     started = start_server(f"{HOSTED}stream", "--num-workers", "2", "--servers", "2")
     loader = DataLoader(
         RemoteDataset(started.url, stall_timeout=2), 2, num_workers=2, prefetch_factor=1, output="numpy"
@@ -471,8 +471,8 @@ def test_shards_of_a_stream_are_restored_when_their_server_is_killed(start_serve
     expected = [batch.tolist() for batch in loader]
     batches = iter(loader)
     seen = [next(batches).tolist()]
-    (serving,) = [
-        url for url in urls(started) if any(worker["loader"] for worker in httpx.get(f"{url}/stats").json()["workers"])
-    ]
+    serving, other = urls(started)
+    for url in (serving, other):
+        assert any(worker["loader"] for worker in httpx.get(f"{url}/stats").json()["workers"])
     process_at(started, serving).kill()
     assert seen + [batch.tolist() for batch in batches] == expected

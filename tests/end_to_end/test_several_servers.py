@@ -183,10 +183,10 @@ def test_what_a_server_is_late_with_is_asked_of_another(
 
 
 def test_workers_of_a_loaders_own_move_to_another_server(start_server: StartServer) -> None:
-    """Shards of a stream are on one server; when it is lost, another one takes the stream up at the same place."""
+    """A single shard of a stream is on one server; when it is lost, another one takes it up at the same place."""
     servers = [start(start_server, dataset="stream") for _ in range(2)]
     dataset = RemoteDataset([server.url for server in servers], "data")
-    loader = DataLoader(dataset, 2, num_workers=2, prefetch_factor=1, output="numpy")
+    loader = DataLoader(dataset, 2, num_workers=1, prefetch_factor=1, output="numpy")
     expected = rest(iter(loader))
     batches = iter(loader)
     seen = [next(batches).tolist()]

@@ -37,6 +37,7 @@ def _fields(draw: st.DrawFn) -> dict[str, Any]:
         "batch_size": batch_size,
         "shuffle": draw(st.booleans()),
         "drop_last": batch_size is not None and draw(st.booleans()),
+        "shuffle_buffer_size": draw(st.none() | st.integers(1, 2**24)),
         "order": draw(st.sampled_from(["plan", "client"])) if client_side else "plan",
         "seed": draw(st.integers(0, 2**64 - 1)),
         "rank": draw(st.integers(0, world_size - 1)),
@@ -180,9 +181,9 @@ def test_an_unknown_field_is_refused() -> None:
         LoaderSpec.from_json({"dataset": "d", "batchsize": 4})
     assert str(caught.value) == (
         "unknown field 'batchsize' in the loader spec: expected one of dataset, fingerprint, batch_size, shuffle, "
-        "drop_last, order, seed, rank, world_size, tail, mixture, balance, packing, batch_of, checksum, compression, "
-        "collate, worker_init, on_error, error_retries, session, num_workers, shard_states, resumed_epoch, in_process, "
-        "delivered"
+        "shuffle_buffer_size, drop_last, order, seed, rank, world_size, tail, mixture, balance, packing, batch_of, "
+        "checksum, compression, collate, worker_init, on_error, error_retries, session, num_workers, shard_states, "
+        "resumed_epoch, in_process, delivered"
     )
 
 
@@ -217,6 +218,7 @@ REFUSED: list[tuple[str, str, tuple[object, ...]]] = [
     ("fingerprint", "a string or null", (4, b"f", ["f"], True)),
     ("batch_size", "an integer in [1, 1048576]", (*NOT_NUMBERS, 0, 2**20 + 1)),
     ("shuffle", "true or false", NOT_FLAGS),
+    ("shuffle_buffer_size", "an integer in [1, 16777216]", (0, -1, 2**24 + 1, 1.0, True, "2")),
     ("drop_last", "true or false", NOT_FLAGS),
     ("order", 'one of "plan", "client"', ("", "Plan", None, 0, ["plan"], {"client": 1})),
     ("seed", "an integer in [0, 18446744073709551615]", (*NOT_NUMBERS, None)),

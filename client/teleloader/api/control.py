@@ -231,6 +231,17 @@ class Server:
         """
         self._request("GET", loader_path(key))
 
+    def log_replay(self, key: str) -> None:
+        """Log the progress of a worker that iterates its shard again, if any worker of the loader does so."""
+        with suppress(TeleloaderError):
+            found = record(Registration, self._request("GET", loader_path(key)), self.url).replayed
+            if found is not None:
+                logger.warning(
+                    "%s iterates a shard again: %s of %s batches. To avoid this, define state_dict() and "
+                    "load_state_dict() (torchdata's Stateful) in the dataset",
+                    self.url, *(f"{batches:,}" for batches in found),
+                )  # fmt: skip
+
     def end_session(self, key: str) -> None:
         """Request the end of a session and its private workers; ignore errors, because both also end when idle."""
         with suppress(TeleloaderError):

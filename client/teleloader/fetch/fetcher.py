@@ -8,13 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from teleloader.api.backoff import Backoff
 from teleloader.api.responses import refusing
 from teleloader.fetch.reorder import BROKEN, ReorderBuffer
-from teleloader.fetch.shards import DeliveredShards
+from teleloader.fetch.shards import DeliveredShards, group_spec
 from teleloader.fleet.trust import check_environment
 from teleloader.tensors.devices import Device
 from teleloader.tensors.memory import HostBuffers
@@ -43,6 +43,8 @@ class FetchOptions:
     """Batch request parameters for one epoch."""
 
     spec: LoaderSpec
+    first_spec: LoaderSpec
+    """Spec for the first registration, with the shard states of the previous epoch if they are known."""
     previous_states: tuple[str | None, ...] | None
     """Last state of each shard in the previous epoch (None if unknown); None if other workers iterated that epoch."""
     key: str
@@ -64,6 +66,11 @@ class FetchOptions:
     """Creates the spans of the requests; None if tracing is disabled."""
     keeps_bytes: bool = False
     """True to store the encoded frames, for the other members of a model-parallel group."""
+
+    def of_group(self, number: int, groups: int) -> FetchOptions:
+        """Return the options for one of the groups of shards, which has a session of its own (`group_spec`)."""
+        spec, first = (group_spec(each, number, groups) for each in (self.spec, self.first_spec))
+        return replace(self, spec=spec, first_spec=first, key=spec.key)
 
 
 class _Failures:
@@ -126,6 +133,7 @@ class Fetcher:
         is_registered: bool,
     ) -> None:
         self.number = number
+        self.key = options.key
         self._servers = deque(servers)
         self._followed = tuple(servers)
         """Servers to use after the next failure."""
@@ -338,7 +346,9 @@ class Fetcher:
     def _register(self) -> None:
         server = self._servers[0]
         with self._control_request():
-            spec = self._options.spec if self._shards is None else self._shards.spec
+            spec = self._options.first_spec
+            if self._shards is not None and (self.registered_at or self._options.previous_states is None):
+                spec = self._shards.spec
             registered = server.register(spec, self._options.epoch)
         self.registered_at.add(server)
         check_environment(server.url, registered.environment, self._options.environment)

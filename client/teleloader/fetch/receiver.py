@@ -16,6 +16,7 @@ from teleloader.sampling import index_frame
 from teleloader.stats import Measures
 from teleloader.transport.interface import BatchServer
 from teleloader_shared import local
+from teleloader_shared.spec import LoaderSpec
 
 CLOSE_TIMEOUT: Final = 5.0
 """Maximum wait for the end of each thread, in seconds; shutting its connections down usually ends it at once."""
@@ -33,6 +34,7 @@ class Receiver:
         options: Parameters of the requests.
         scheduler: Scheduler of the requests.
         measures: Counters of received batches.
+        groups: Number of servers among which the shards are divided (`groups_of`); 1 for map-style datasets.
         stays: Whether to keep the loader's private workers until `close`, even if all batches have arrived.
     """
 
@@ -49,6 +51,7 @@ class Receiver:
         scheduler: RangeScheduler,
         measures: Measures,
         *,
+        groups: int,
         stays: bool,
     ) -> None:
         self.key = options.key
@@ -58,7 +61,7 @@ class Receiver:
         """Key that selects the loader's servers in a large fleet."""
         self._lock = threading.RLock()
         """Held while servers join and leave; reentrant, because a finalizer in its thread may call `close`."""
-        # a shard is iterated by a worker of one server, so its batches cannot be distributed
+        # a shard is iterated by a worker of one server: whole shards are divided among the servers
         first = registered_at or nearest(self._servers.known, self._subset)[0]
         group = self._in_turn(first) if scheduler.has_shards else [first]
         self.reorder_buffer = ReorderBuffer(
@@ -70,7 +73,13 @@ class Receiver:
             stays=stays,
         )
         with self.reorder_buffer.changed:  # the scheduler must know all servers before the first request
-            self._fetchers = [self._fetcher(0, group, is_registered=registered_at is not None)]
+            if groups > 1:
+                scheduler.divide(groups)
+            is_registered = registered_at is not None
+            self._fetchers = [
+                self._fetcher(number, _rotated(group, number), groups, is_registered=is_registered and number == 0)
+                for number in range(groups)
+            ]
             """Fetchers whose threads may still run."""
             self._current = {first.url: self._fetchers[0]}
             """Fetchers of the servers that are requested batches, by URL; one fetcher if the dataset has shards."""
@@ -87,7 +96,8 @@ class Receiver:
             used = {server.url: server for server in nearest(servers, self._subset, self._current)}
             buffer.set_servers(used)
             if buffer.scheduler.has_shards:
-                self._fetchers[0].follow(list(used.values()))
+                for fetcher in self._fetchers:
+                    fetcher.follow(list(used.values()))
                 return
             for url, server in used.items():
                 if url not in self._current:
@@ -113,10 +123,11 @@ class Receiver:
         place = used.index(first) if first in used else 0
         return [first, *(other for other in used[place:] + used[:place] if other is not first)]
 
-    def _fetcher(self, number: int, servers: list[BatchServer], *, is_registered: bool = False) -> Fetcher:
-        return Fetcher(
-            number, servers, self._options, self.reorder_buffer, self._servers.failed, is_registered=is_registered
-        )
+    def _fetcher(
+        self, number: int, servers: list[BatchServer], groups: int = 1, *, is_registered: bool = False
+    ) -> Fetcher:
+        options = self._options if groups == 1 else self._options.of_group(number, groups)
+        return Fetcher(number, servers, options, self.reorder_buffer, self._servers.failed, is_registered=is_registered)
 
     def begin(self) -> bool:
         """Receive with normal priority from now on, because the training loop starts the epoch.
@@ -155,6 +166,18 @@ class Receiver:
         for fetcher in self._fetchers:
             for server in fetcher.registered_at.copy():
                 if local.is_server_thread():  # a server's thread must not wait for its own response
-                    threading.Thread(target=server.end_session, args=(self.key,), daemon=True).start()
+                    threading.Thread(target=server.end_session, args=(fetcher.key,), daemon=True).start()
                 else:
-                    server.end_session(self.key)
+                    server.end_session(fetcher.key)
+
+
+def groups_of(servers: Sequence[BatchServer], spec: LoaderSpec) -> int:
+    """Return the number of servers among which the shards of an iterable-style dataset are divided."""
+    return max(1, min(len(nearest(servers, replace(spec, fingerprint=None).key)), spec.shards))
+
+
+def _rotated(servers: list[BatchServer], number: int) -> list[BatchServer]:
+    """Return the servers in the order in which group `number` of the shards uses them: those with an error are last."""
+    usable = [server for server in servers if server.last_error is None]
+    first = number % max(1, len(usable))
+    return [*usable[first:], *usable[:first], *(server for server in servers if server.last_error is not None)]

@@ -7,6 +7,9 @@ With several servers, the client sends each server the requests for the blocks o
 delivered in order, so the training loop waits for the slowest response. If this response is overdue, the client sends
 the same request to an idle server (a *hedged* request), and uses the first response. If the idle server responds first,
 the server of the original request is ejected for a cooldown.
+
+The shards of an iterable-style dataset are divided among servers for the whole epoch (`divide`): each server is sent
+requests only for the batches of its shards, in order.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Final
 from teleloader.fetch.assignment import BLOCK, BlockAssignment, Member
 from teleloader.transport.request import BatchRequest
 from teleloader_shared.messages import READY_BYTES
-from teleloader_shared.ranges import BatchRanges
+from teleloader_shared.ranges import MAX_RANGES, BatchRanges
 from teleloader_shared.rendezvous import Capacity
 
 COVERED_SECONDS: Final = 0.25
@@ -82,6 +85,8 @@ class _Server:
     """Pending requests, in the order of their responses."""
     responded_at: float = -math.inf
     is_disconnected: bool = False
+    requested: int = 0
+    """If shards are divided: number of the first batch of its shards that was never requested, or one before it."""
     cooldown: float = 0.0
     ejected_until: float = -math.inf
 
@@ -162,8 +167,11 @@ class RangeScheduler:
         self._blocks = BlockAssignment(loader, epoch)
         self._prefetch_factor = prefetch_factor
         self.adaptive = adaptive
-        self._shards_left = set(range(shards))
         self._shards = shards
+        self._shard_ends: dict[int, int] = {}
+        """Number of the first batch after the end of each shard that has ended."""
+        self._groups = 1
+        """Number of servers among which the shards are divided."""
         self._frame_bytes = 0.0
         self._latencies: deque[float] = deque(maxlen=RECENT_RESPONSES)
         self._waits_since: float | None = None
@@ -193,8 +201,8 @@ class RangeScheduler:
 
     @property
     def shared(self) -> bool:
-        """True if several servers share the batches."""
-        return self._members > 1
+        """True if several servers share the batches, and any server may compute any batch."""
+        return self._members > 1 and not self._shards
 
     @property
     def requested_all(self) -> bool:
@@ -209,6 +217,8 @@ class RangeScheduler:
     @property
     def window(self) -> int:
         """Prefetch window: maximum number of requested batches that the training loop has not received."""
+        if self._groups > 1:
+            return self._prefetch_factor * self._shards
         least = self._prefetch_factor * max(1, self._workers)
         if not self.adaptive:
             return least
@@ -236,6 +246,8 @@ class RangeScheduler:
         """Return True if `next_request` would return a request for a server."""
         if self._servers[server].has_left:
             return False
+        if self._groups > 1:
+            return not self._servers[server].in_flight and bool(self._batches_of_group(server))
         if self._next_retry() is not None:
             return True
         if self._is_ejected(server, now):
@@ -248,6 +260,9 @@ class RangeScheduler:
             return None
         if self._waits_since is None:
             self._waits_since, self._joining_until = now, now + REGISTRATION_S
+        if self._groups > 1:
+            batches = self._batches_of_group(server)
+            return self._add_request(server, self._request_of_group(server, batches), now) if batches else None
         lost = self._next_retry()
         if lost is not None:
             self._retries.remove(lost)
@@ -307,6 +322,35 @@ class RangeScheduler:
         small = RESPONSES_AHEAD * (self._batches_together - 1)  # 0 if a response carries one batch, which may be large
         most = min(small, self.window, MAX_AHEAD)
         return max(most, self._servers[server].num_workers)
+
+    # -- shards on several servers
+
+    def divide(self, groups: int) -> None:
+        """Divide the shards among servers 0 to `groups` - 1: shard j belongs to server j mod `groups`.
+
+        Must be called before the first request. The batches of a server that disconnects are requested again from the
+        same server: its caller moves it to another machine.
+        """
+        self._groups = groups
+        while len(self._servers) < groups:
+            self.add_server()
+        for server in self._servers.values():
+            server.requested = self.taken
+
+    def _batches_of_group(self, server: int) -> list[int]:
+        """Return the batches of a server's shards that may be requested now."""
+        stop, first = self.stop, self._servers[server].requested
+        if self.over_memory:
+            stop = min(stop, max(self.needed, self.received + 1 if self.received == self.taken else 0))
+        else:
+            stop = min(stop, max(self.needed, self.taken + self.window))
+        return [
+            k for k in range(first, stop) if k % self._shards % self._groups == server and self.is_missing(k)
+        ][:MAX_RANGES]  # fmt: skip
+
+    def _request_of_group(self, server: int, batches: list[int]) -> BatchRequest:
+        self._servers[server].requested = max(batches[-1] + 1, self._servers[server].requested)
+        return BatchRequest(BatchRanges.of(batches))
 
     def _missing(self, wanted: BatchRequest) -> BatchRequest | None:
         """Return a request without its first batches that have arrived, or None if all have."""
@@ -464,6 +508,9 @@ class RangeScheduler:
         self._joining.discard(server)
         lost = [request.wanted for request in gone.in_flight]
         gone.in_flight.clear()
+        if self._groups > 1:
+            gone.requested = self.received
+            return
         self._retry(lost, now)
         if gone.member is not None:
             self._blocks.reassign(server, self._usable(now))
@@ -497,10 +544,11 @@ class RangeScheduler:
 
     def shard_ended(self, k: int) -> None:
         """Record that the shard of batch k has ended; the epoch ends with the last shard."""
-        if self._shards_left:
-            self._shards_left.discard(k % self._shards)
-            if not self._shards_left:
-                self.stop = k + 1
+        if self._shards:
+            shard = k % self._shards
+            self._shard_ends[shard] = min(k, self._shard_ends.get(shard, k))  # servers respond in any order
+            if len(self._shard_ends) == self._shards:
+                self.stop = max(self._shard_ends.values()) + 1
 
     def is_missing(self, k: int) -> bool:
         """Return True if batch k has not arrived."""
@@ -528,6 +576,9 @@ class RangeScheduler:
         responding.responded_at = now
         responding.is_disconnected = False
         rest = self._missing(request.wanted)
+        if self._groups > 1 and rest is not None:  # keep all workers busy: request further batches with the rest
+            more = self._batches_of_group(server)[: MAX_RANGES - len(rest.batches)]
+            rest = self._request_of_group(server, [*rest.batches, *more])
         if rest is None or responding.has_left:
             responding.in_flight.popleft()
         else:

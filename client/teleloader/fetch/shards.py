@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,16 @@ from teleloader_shared import delivered
 from teleloader_shared.codec import End, Failure, Frame
 from teleloader_shared.delivered import Delivered
 from teleloader_shared.spec import MAX_STATES, LoaderSpec
+
+
+def group_spec(spec: LoaderSpec, number: int, groups: int) -> LoaderSpec:
+    """Return the spec of group `number`: of divided shards, group i has each shard j with j mod `groups` = i.
+
+    Each group has a session of its own. Two groups may use the same server after a failure, and a server restores the
+    session of a group from the record of its shards. With another number of groups, sessions have other names: workers
+    that are kept between epochs continue only the shards that they have iterated.
+    """
+    return spec if groups == 1 else replace(spec, session=f"{spec.session}/{number}/{groups}")
 
 
 class DeliveredShards:
@@ -35,7 +46,7 @@ class DeliveredShards:
         """Record that a server may start to iterate the shards of these batches."""
         if not self._unrequested:
             return
-        for batch in range(wanted.batches.start, wanted.batches.stop + wanted.ahead):
+        for batch in chain(wanted.batches, range(wanted.batches.stop, wanted.batches.stop + wanted.ahead)):
             number, shard = divmod(batch, self._spec.shards)
             if shard in self._unrequested:
                 self._unrequested.remove(shard)

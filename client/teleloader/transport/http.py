@@ -91,7 +91,7 @@ class HttpServer(BatchServer):
     def connect(self, key: str, epoch: int, consumer: str, report: Callable[[], ConsumerReport]) -> HttpConnection:
         """Open an HTTP connection for the batches of one epoch; see `BatchServer.connect`."""
         try:
-            return HttpConnection(self, batches_path(key, epoch), consumer, report)
+            return HttpConnection(self, key, batches_path(key, epoch), consumer, report)
         except OSError as error:
             raise self.broke(error) or _broken(error) from error
 
@@ -185,8 +185,11 @@ class HttpConnection:
         OSError: If the server is unreachable.
     """
 
-    def __init__(self, server: HttpServer, path: str, consumer: str, report: Callable[[], ConsumerReport]) -> None:
+    def __init__(
+        self, server: HttpServer, key: str, path: str, consumer: str, report: Callable[[], ConsumerReport]
+    ) -> None:
         parts = urlsplit(server.url)
+        self._key = key
         self._server = server
         self._batches_path = path
         self._path = parts.path + path
@@ -319,6 +322,7 @@ class HttpConnection:
                 continue
             if not self._server.is_alive() and not self._arrival.select(0):
                 raise ServerUnavailable(f"{self._server.url} has sent no data for {self._server.timeout:g} s")
+            self._server.log_replay(self._key)
         raise SilentConnection
 
     def _has_begun(self, arriving: io.BufferedReader) -> bool:

@@ -267,6 +267,11 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
     "the timeout; the batch fails with the worker's stack trace. 0 disables the timeout.",
 )  # fmt: skip
 @click.option(
+    "--max-replay", default=0, show_default="no limit", type=click.IntRange(0),
+    help="Maximum number of batches that a worker iterates again to restore its shard of an iterable-style dataset "
+    "without a state. Beyond it, the shard fails.",
+)  # fmt: skip
+@click.option(
     "--max-batches-per-worker", default=0, show_default="never", type=click.IntRange(0),
     help="Replace a worker by a new process after this number of batches, for datasets that leak memory. Workers of "
     "iterable-style datasets are never replaced, because their position in the stream would be lost.",

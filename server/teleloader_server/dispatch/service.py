@@ -225,6 +225,7 @@ class LoaderService:
             batch_rate=batch_rate,
             environment=environment(),
             handoff=self.lender.offer(_authorize(caller, loader.spec).name),
+            replayed=_replayed(engine),
         )
 
     async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller) -> None:
@@ -460,6 +461,13 @@ class LoaderService:
                     await self.end_session(key)
 
 
+def _replayed(engine: Engine) -> list[int] | None:
+    """Return the progress of the worker that has the most batches to iterate again; None if there is none."""
+    found = [state.replayed for state in engine.pool.workers() if state.replayed is not None]
+    longest = max(found, key=lambda each: each.total - each.batches, default=None)
+    return None if longest is None else [longest.batches, longest.total]
+
+
 def _authorize(caller: Caller, spec: LoaderSpec, need: str = READ) -> Principal:
     """Check that a caller may use all datasets of a loader; return its principal.
 
@@ -514,6 +522,11 @@ def _check_kind(spec: LoaderSpec, info: DatasetInfo) -> None:
         for field in ("shard_states", "delivered"):
             if getattr(spec, field) is not None:
                 raise InvalidSpec(f"{field} must be null for map-style dataset {info.name!r}, which has no shards")
+        if spec.shuffle_buffer_size is not None:
+            raise InvalidSpec(
+                f"shuffle_buffer_size must be null for map-style dataset {info.name!r}: use shuffle=true, which "
+                "shuffles the whole dataset"
+            )
         return
     if spec.session is None:
         raise InvalidSpec(f"iterable-style dataset {info.name!r} requires a session, got session=null")

@@ -15,15 +15,18 @@ from teleloader_server.loading.random_state import (
     CallersRandomNumbers,
     WorkerRandomNumbers,
     random_state,
+    seed_all,
     set_random_state,
 )
-from teleloader_server.loading.replay import Reached, Replay
+from teleloader_server.loading.replay import Reached, Replay, Replayed
 from teleloader_server.loading.shards import Outcome, Shard
+from teleloader_server.loading.shuffle_buffer import ShuffleSettings
 from teleloader_server.loading.tasks import Task, collate, frame_writer
 from teleloader_shared import delivered, user_state
 from teleloader_shared.codec import BatchId
 from teleloader_shared.delivered import Delivered
 from teleloader_shared.errors import StateMismatch, WorkerDied
+from teleloader_shared.orders.seeding import derive, derive_seed
 from teleloader_shared.protocols import accepts
 from teleloader_shared.spec import MAX_STATES
 
@@ -52,6 +55,8 @@ class Pass:
     """Random state at the start of the pass."""
     is_unverified: bool = False
     """True if an earlier worker may have fetched samples without a digest, against which a replay could be verified."""
+    seeds: bool = True
+    """True to seed the generators for the collate function if the dataset's ones are suspended (`RandomNumbers`)."""
 
     @staticmethod
     def number(task: Task) -> int:
@@ -65,6 +70,12 @@ class Pass:
         """
         return self.shard.state(with_beginning=self.replay.first in (None, number))
 
+    def seed_collate(self, task: Task) -> None:
+        """Seed the generators that the collate function uses, if the shard has a shuffle buffer."""
+        spec, (_, epoch, batch) = task.spec, task.batch_id
+        if self.seeds and spec.shuffle_buffer_size is not None:
+            seed_all(derive_seed("collate", spec.seed, epoch, spec.rank, batch))
+
     def fetch(self, task: Task) -> list[Any] | None:
         """Fetch the samples of a batch; return None after the end of the shard.
 
@@ -73,6 +84,7 @@ class Pass:
                 earlier worker fetched are unknown.
         """
         samples = self.shard.fetch(self.number(task))
+        self.seed_collate(task)
         if samples is None and self.replay.falls_short():
             raise _other_samples(task)
         if self.is_unverified and self.shard.is_stateless:
@@ -92,7 +104,9 @@ class Passes:
         max_batch_bytes: Maximum size of a frame in bytes.
         owns_datasets: Whether no other code in this process uses the datasets.
         seeds: True to start each pass over an epoch with the same random state.
-        skipped: Callback, called for each batch that is iterated only to reach a later one.
+        skipped: Callback, called with the progress for each batch that is iterated only to reach a later one, and with
+            None for each sample that is read to fill a shuffle buffer.
+        max_replay: Maximum number of batches to iterate again; 0 for no limit.
         began: Callback, called when a pass starts.
     """
 
@@ -102,13 +116,15 @@ class Passes:
         *,
         owns_datasets: bool,
         seeds: bool,
-        skipped: Callable[[], None],
+        skipped: Callable[[Replayed | None], None],
         began: Callable[[Began], None],
+        max_replay: int = 0,
     ) -> None:
         self._max_batch_bytes = max_batch_bytes
         self._owns_datasets = owns_datasets
         self._seeds = seeds
         self._skipped = skipped
+        self._max_replay = max_replay
         self._tell_began = began
         self._initial: Any = None
         """Random state before the first pass of a worker process."""
@@ -188,6 +204,9 @@ class Passes:
                 lambda saved: self._prepare(hosted, task, self._passes[run], saved), self._initial
             ),
             passed=lambda number, outcome: self._skip(hosted, task, self._passes[run], number, outcome),
+            shuffle=_shuffle_settings(task),
+            progress=lambda: self._skipped(None),
+            max_replay=self._max_replay,
             saved=_saved_states(task, earlier, is_own_iterator=is_own_iterator),
             max_state=MAX_STATES // spec.shards,
         )
@@ -196,7 +215,7 @@ class Passes:
         if has_ended:  # an empty shard, of which an earlier worker delivered the end
             shard.end()
         replay = Replay(None if is_undelivered else earlier)
-        return Pass(shard, replay, generators, is_unverified=is_undelivered and not has_ended)
+        return Pass(shard, replay, generators, is_unverified=is_undelivered and not has_ended, seeds=self._seeds)
 
     def _earlier(self, task: Task, *, is_own_iterator: bool) -> Delivered | None:
         """Return the progress of an earlier worker or session in the shard, or None if the shard starts anew.
@@ -249,12 +268,14 @@ class Passes:
 
         If an earlier worker delivered the batch, also compute its frame, and verify it against the earlier delivery.
         """
-        self._skipped()
+        first = pass_.shard.skipped_from
+        self._skipped(Replayed(task.batch_id.loader, number + 1 - first, pass_.number(task) - first))
         if isinstance(outcome, Exception):
             return
         spec, (loader, epoch, batch) = task.spec, task.batch_id
         there = task._replace(batch_id=BatchId(loader, epoch, number * spec.shards + batch % spec.shards))
         try:
+            pass_.seed_collate(there)
             _, content = collate(hosted, there, [], outcome)
             if not pass_.replay.covers(number):
                 return
@@ -285,6 +306,14 @@ def _saved_states(task: Task, earlier: Delivered | None, *, is_own_iterator: boo
     if earlier is not None and (is_own_iterator or not earlier.is_empty):
         states.append(earlier.state if earlier.state is not None and _can_be_unpacked(earlier.state) else None)
     return [state for state in states if state is not None]
+
+
+def _shuffle_settings(task: Task) -> ShuffleSettings | None:
+    spec, (_, epoch, batch) = task.spec, task.batch_id
+    if spec.shuffle_buffer_size is None:
+        return None
+    shard = batch % spec.shards + spec.shards * spec.rank
+    return ShuffleSettings(spec.shuffle_buffer_size, derive("shuffle buffer", spec.seed, epoch, shard))
 
 
 def _can_be_unpacked(state: str) -> bool:

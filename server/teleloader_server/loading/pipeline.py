@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from teleloader_server.loading.datasets import HostedDataset, combine
 from teleloader_server.loading.failures import describe
 from teleloader_server.loading.passes import Began, Passes
+from teleloader_server.loading.replay import Replayed
 from teleloader_server.loading.sample_cache import take_counts
 from teleloader_server.loading.stages import NO_SAMPLE, STAGES, Batch, Context, Place, Stage
 from teleloader_server.loading.tasks import Indices, Report, Task, integer_of
@@ -29,10 +30,11 @@ class Loading:
         max_batch_bytes: Maximum size of a frame in bytes.
         torch_loaded: Callback, called if a dataset imports torch while loading a batch.
         skipped: Callback, called for each batch of an iterable-style dataset that is computed only to reach a later
-            batch.
+            batch, and for each sample that is read to fill a shuffle buffer; see `Passes`.
         began: Callback, called when a pass over an iterable-style dataset starts.
         seeds: True to seed random generators as a function of the batch ID; False to seed none.
         stages: Stages of each batch, in order.
+        max_replay: Maximum number of batches of a shard to iterate again; 0 for no limit.
     """
 
     def __init__(
@@ -41,18 +43,26 @@ class Loading:
         worker: int,
         max_batch_bytes: int,
         torch_loaded: Callable[[], None] = lambda: None,
-        skipped: Callable[[], None] = lambda: None,
+        skipped: Callable[[Replayed | None], None] = lambda replayed: None,
         began: Callable[[Began], None] = lambda began: None,
         *,
         seeds: bool = True,
         stages: Sequence[type[Stage]] = STAGES,
+        max_replay: int = 0,
     ) -> None:
         self._hosted = hosted
         self._combined = lru_cache(maxsize=64)(lambda names: combine([hosted[name] for name in names]))
         self._worker = worker
         # sys.exit() ends a worker process, but must not end the thread of a server without workers
         self._exits = worker >= 0
-        self.passes = Passes(max_batch_bytes, owns_datasets=self._exits, seeds=seeds, skipped=skipped, began=began)
+        self.passes = Passes(
+            max_batch_bytes,
+            owns_datasets=self._exits,
+            seeds=seeds,
+            skipped=skipped,
+            began=began,
+            max_replay=max_replay,
+        )
         self.context = Context(
             self.passes, max_batch_bytes, owns_datasets=self._exits, seeds=seeds, torch_loaded=torch_loaded
         )

@@ -107,6 +107,8 @@ class WorkerRandomNumbers(RandomNumbers):
     def __init__(self, prepare: Callable[[Any], object], initial: Any) -> None:
         self._prepare = prepare
         self._initial = initial
+        self._suspended: RandomState | None = None
+        """Generator states at the last call of `suspend`; None after `resume`."""
 
     def begin(self, saved: Any) -> None:
         """Prepare the generators before the dataset is iterated, by calling `prepare` with `saved`."""
@@ -117,9 +119,19 @@ class WorkerRandomNumbers(RandomNumbers):
         if saved is not None:
             set_random_state(saved)
 
+    def resume(self) -> None:
+        """Restore the generator states saved by `suspend`, if any."""
+        if self._suspended is not None:
+            set_random_state(self._suspended)
+            self._suspended = None
+
+    def suspend(self) -> None:
+        """Save the generator states until `resume`."""
+        self._suspended = random_state()
+
     def state(self) -> Any:
         """Return the states of all generators, or None if they equal the initial state of each worker with this ID."""
-        now = random_state()
+        now = self._suspended or random_state()
         return None if self._initial is not None and _are_equal(now, self._initial) else now
 
 
@@ -139,8 +151,14 @@ class CallersRandomNumbers(WorkerRandomNumbers):
             set_random_state(self._before)
 
     def passed(self) -> None:
-        """Restore the generator states saved by `begin`, after batches were skipped."""
+        """Restore the generator states saved by `begin`, after batches or samples were read again."""
         set_random_state(self._before)
+
+    def resume(self) -> None:
+        """Do nothing: the collate function uses the same generators as the dataset, as in torch."""
+
+    def suspend(self) -> None:
+        """Do nothing: the collate function uses the same generators as the dataset, as in torch."""
 
     def state(self) -> Any:
         """Return None, because the loader itself saves the state of the training process."""

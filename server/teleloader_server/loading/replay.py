@@ -34,6 +34,16 @@ class Reached(NamedTuple):
         return cls(loader, epoch, Delivered(*shard), end)
 
 
+class Replayed(NamedTuple):
+    """Progress of a worker that iterates a shard again."""
+
+    loader: str
+    batches: int
+    """Number of batches that were iterated again."""
+    total: int
+    """Number of batches to iterate again."""
+
+
 class Replay:
     """Rolling digest of one pass over a dataset, for the verification of replays.
 

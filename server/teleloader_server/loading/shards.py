@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from teleloader_server.loading.shuffle_buffer import ShuffleBuffer, ShuffleSettings
 from teleloader_shared import user_state
 from teleloader_shared.errors import StateMismatch
 from teleloader_shared.protocols import is_stateful
@@ -30,7 +31,18 @@ class RandomNumbers:
         """Restore a generator state returned by `state`, after the creation of the dataset's iterator."""
 
     def passed(self) -> None:
-        """Restore the generators after batches were skipped."""
+        """Restore the generators after batches were skipped, or samples of a shuffle buffer were read again."""
+
+    def resume(self) -> None:
+        """Restore the generators as they were at the last call of `suspend`, if any."""
+
+    def suspend(self) -> None:
+        """Save the generators, because other code uses them until the next call of `resume`.
+
+        A shuffle buffer reads samples in advance. Random numbers of the collate function therefore come from other
+        generators than those of the dataset: otherwise the dataset's random numbers would depend on the batches that
+        were collated before, which are not collated again when the buffer is restored.
+        """
 
     def state(self) -> Any:
         """Return the state of the generators; None if the state equals the initial state of a new process."""
@@ -49,6 +61,9 @@ class Shard:
         epoch: The epoch of this pass.
         random_numbers: Random generators that the dataset uses.
         passed: Callback, called with the number and the outcome of each skipped batch.
+        shuffle: Size and seed of the shuffle buffer; None to yield the samples in the order of the dataset.
+        progress: Callback, called for each sample that is read to fill the shuffle buffer.
+        max_replay: Maximum number of batches to skip after the iteration has started again; 0 for no limit.
         saved: Results of `state` in earlier processes. To reach a batch, iteration starts at the last of these states
             that precedes the batch.
         max_state: Maximum length of a state in characters.
@@ -63,6 +78,9 @@ class Shard:
         epoch: int = 0,
         random_numbers: RandomNumbers | None = None,
         passed: Callable[[int, Outcome], object] = lambda number, outcome: None,
+        shuffle: ShuffleSettings | None = None,
+        progress: Callable[[], object] = lambda: None,
+        max_replay: int = 0,
         saved: Sequence[str] = (),
         max_state: int = MAX_STATES,
     ) -> None:
@@ -72,6 +90,11 @@ class Shard:
         self._epoch = epoch
         self._random_numbers = random_numbers or RandomNumbers()
         self._passed = passed
+        self._shuffle = shuffle
+        self._progress = progress
+        self._max_replay = max_replay
+        self._buffer: ShuffleBuffer | None = None
+        """Shuffle buffer of the open iterator, if any."""
         self._saved = saved
         self._max_state = max_state
         self._first: dict[str, Any] = {}
@@ -87,6 +110,8 @@ class Shard:
         """Position in the shard of the batch that the open iterator yields next."""
         self.samples = 0
         """Number of samples fetched since the start of the epoch."""
+        self.skipped_from = 0
+        """First one of the batches that `fetch` skips or has skipped last."""
         self._ended = False
         self._is_new = True
 
@@ -101,11 +126,14 @@ class Shard:
         Later batches are reached by skipping, earlier ones by iterating again from a saved state or from the start.
 
         Raises:
+            StateMismatch: If more than `max_replay` batches would have to be skipped; the shard then ends.
             Exception: If the dataset raises an exception; the next call continues after the failed batch.
         """
         moves = self._is_new or number < self.next
         if moves:
             self._move_before(number)
+            self._check_replay(number)
+        self.skipped_from = self.next
         passes = moves and self.next < number
         while self.next < number and not self._ended:
             passed = self.next
@@ -130,16 +158,17 @@ class Shard:
 
         The next call of `fetch` iterates the dataset again.
         """
-        self._iterator = None
+        self._iterator = self._buffer = None
         self._keepers = {}
         self._is_new = True
+        self._random_numbers.resume()
 
     def _move_before(self, number: int) -> None:
         self.end()  # a damaged state is reported once, and the next iterator may need resources of this one
         states = [state for text in self._saved for state in self._in_this_epoch(user_state.unpack(text))]
         before = [state for state in (*states, self._first) if state and state["next"] <= number]
         self._source = max(before, key=lambda state: state["next"], default={})
-        if not self._source and self._was_loaded:
+        if self._was_loaded and "dataset" not in self._source:
             raise StateMismatch(
                 f"cannot load batch {number} of the shard: the dataset was resumed from a later state, and its initial "
                 "state_dict() is unknown. Request batches that follow the saved state"
@@ -151,6 +180,16 @@ class Shard:
             self._load_dataset()
             self._restore_random_numbers()
 
+    def _check_replay(self, number: int) -> None:
+        batches = 0 if self._ended else number - self.next
+        if self._max_replay and batches > self._max_replay:
+            self.end()
+            raise StateMismatch(
+                f"cannot continue at batch {number} of the shard: {batches:,} batches would have to be iterated again, "
+                f"and the limit is {self._max_replay:,} (max_replay). Define state_dict() and load_state_dict() "
+                "(torchdata's Stateful) in the dataset, or increase --max-replay of the server"
+            )
+
     def _in_this_epoch(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the states of this epoch in a saved state; the state of another epoch is the start of this one."""
         if state["epoch"] == self._epoch:
@@ -160,6 +199,15 @@ class Shard:
     def _take(self) -> list[Any] | None:
         if self._ended:
             return None
+        if self._shuffle is None:
+            return self._take_batch()
+        self._random_numbers.resume()
+        try:
+            return self._take_batch()
+        finally:
+            self._random_numbers.suspend()
+
+    def _take_batch(self) -> list[Any] | None:
         self.next += 1
         if self._iterator is None:
             self._ended = True  # if iter() raises, the shard has no further batches
@@ -178,7 +226,7 @@ class Shard:
 
     def _begin(self) -> Iterator[Any]:
         source = self._source
-        is_beginning = source.get("next", 0) == 0
+        is_beginning = source.get("next", 0) == 0 or source.get("block") == 0
         self._random_numbers.begin(source.get("generators") if is_beginning else None)
         drawn = self._random_numbers.state()
         self._load_dataset()
@@ -195,7 +243,21 @@ class Shard:
             # after iter(), because state_dict() of many datasets fails before; of some it fails even here
             with suppress(Exception):
                 self._first.update(copy.deepcopy(self._states()))
-        return iterator  # type: ignore[no-any-return]
+        return iterator if self._shuffle is None else self._shuffled(iterator, self._shuffle)
+
+    def _shuffled(self, iterator: Iterator[Any], settings: ShuffleSettings) -> ShuffleBuffer:
+        block, drawn = (self._source.get(name, 0) for name in ("block", "drawn"))
+        self._buffer = ShuffleBuffer(iterator, settings, self._snapshot, self._progress, block=block, drawn=drawn)
+        if drawn:
+            self._random_numbers.passed()
+        return self._buffer
+
+    def _snapshot(self, block: int) -> dict[str, Any]:
+        """Return the state before a block of the shuffle buffer is read; of the first one, that of the beginning."""
+        if block == 0:
+            return {name: state for name, state in self._first.items() if name not in _BEGINNING}
+        # copied, because the dataset may change its state in place
+        return copy.deepcopy({**self._states(), **_generators(self._random_numbers.state())})
 
     def _load_dataset(self) -> None:
         if "dataset" in self._source:
@@ -217,11 +279,16 @@ class Shard:
         Args:
             with_beginning: True to include the state at the start of the pass, for all datasets.
         """
+        beginning = self._first if with_beginning else {}
+        position = None if self._buffer is None else self._buffer.state
+        if position is not None and self._keepers and not self._ended:
+            counts = {"next": self.next, "samples": self.samples, "ended": False}
+            in_buffer = {"block": position.block, "drawn": position.drawn, **position.source}
+            return self._pack({"epoch": self._epoch, **counts, **in_buffer}, beginning)
         if self._iterator is None:
             states = {name: state for name, state in self._source.items() if name in ("dataset", "iterator")}
         else:
             states = self._states()
-        beginning = self._first if with_beginning else {}
         drawn = _generators(self._random_numbers.state()) if states or self._ended else {}
         if states or (self._ended and drawn):
             state = {"next": self.next, "samples": self.samples, "ended": self._ended, **drawn, **states}

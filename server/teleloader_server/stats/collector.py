@@ -20,6 +20,7 @@ from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import default_num_workers
+from teleloader_server.loading.replay import Replayed
 from teleloader_server.stats.bottleneck import ConsumerRates, PoolLoad, diagnose, total_demand
 from teleloader_server.stats.demand import ConsumerLoad, demand, is_saturated
 from teleloader_server.workers import procfs
@@ -213,7 +214,7 @@ class StatsCollector:
             pid=state.pid,
             loader=snapshot.engine.source.session,
             state="starting" if not state.ready else "busy" if busy else "idle",
-            current_task=None if task is None else _shown(task.batch_id, task.spec.dataset),
+            current_task=None if task is None else _shown(task.batch_id, task.spec.dataset, state.replayed),
             current_task_seconds=None if task is None else state.working_for,
             batches=tally.batches,
             busy=tally.busy,
@@ -368,5 +369,6 @@ def _record(sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
     )
 
 
-def _shown(batch_id: BatchId, dataset: str) -> str:
-    return f"batch {batch_id.batch} of epoch {batch_id.epoch} of {dataset}"
+def _shown(batch_id: BatchId, dataset: str, replayed: Replayed | None) -> str:
+    text = f"batch {batch_id.batch} of epoch {batch_id.epoch} of {dataset}"
+    return text if replayed is None else f"{text}, after {replayed.batches:,} of {replayed.total:,} replayed batches"

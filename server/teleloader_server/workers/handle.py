@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from teleloader_server.loading.replay import Replayed
 from teleloader_server.loading.stages import NO_SAMPLE
 from teleloader_server.loading.tasks import Task
 from teleloader_server.workers.arena import Mapping
@@ -47,6 +48,8 @@ class WorkerHandle:
         self.channel = channel
         self.pid: int | None = None
         self.health = WorkerHealth(time.monotonic())
+        self.last_replayed: Replayed | None = None
+        """Progress that the worker has reported last since its last result; None if it has reported none."""
         self.loaders: set[str] = set()
         """Keys of the loaders whose specs were sent to the worker."""
         self.slots: dict[int, Mapping] = {}
@@ -68,6 +71,11 @@ class WorkerHandle:
     def working_for(self) -> float:
         """Seconds since the last progress; 0 if the worker has no tasks."""
         return time.monotonic() - self.health.last_progress if self.health.tasks else 0.0
+
+    @property
+    def replayed(self) -> Replayed | None:
+        """Progress of the worker in the batches that it iterates again; None if it has completed them."""
+        return self.last_replayed if self.health.tasks else None
 
     # -- messages
 

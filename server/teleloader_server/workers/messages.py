@@ -42,6 +42,8 @@ class ForkWorker(NamedTuple):
     """Last `Began` of the worker that this one replaces; None if there was none."""
     reached: Sequence[Any] | None
     """Last `Reached` of the worker that this one replaces; None if there was none."""
+    max_replay: int
+    """Maximum number of batches of a shard to iterate again; 0 for no limit."""
 
 
 class Split(NamedTuple):
@@ -159,7 +161,10 @@ class Ready(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Message from a worker: progress without a result, while the worker skips batches."""
+    """Message from a worker: progress without a result, while the worker skips batches or fills a shuffle buffer."""
+
+    replayed: Sequence[Any] | None = None
+    """`Replayed` record while the worker skips batches; None otherwise."""
 
 
 class PassStarted(NamedTuple):

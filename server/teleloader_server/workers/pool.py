@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from teleloader_server.loading.replay import Replayed
 from teleloader_server.loading.tasks import GroupReport, Task
 from teleloader_server.workers.health import Restarts, WorkerExit, WorkerHealth
 from teleloader_shared.codec import BatchId
@@ -66,6 +67,8 @@ class WorkerState:
     """Task in progress; None if the worker is idle."""
     working_for: float
     """Approximate seconds since the start of `task`; 0 if the worker has no tasks."""
+    replayed: Replayed | None = None
+    """Progress of the worker in the batches that it iterates again; None if it does not."""
 
 
 class Pool(Protocol):

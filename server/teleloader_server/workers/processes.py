@@ -19,6 +19,7 @@ import numpy as np
 
 from teleloader_server.config import ConfigError
 from teleloader_server.limits import Limits
+from teleloader_server.loading.replay import Replayed
 from teleloader_server.loading.tasks import Task
 from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Mapping as SlotMapping
@@ -188,6 +189,7 @@ class ProcessPool:
                 place.restarts,
                 place.process.current_task(),
                 place.process.working_for,
+                place.process.replayed,
             )
             for number, place in self._places.items()
         ]
@@ -256,6 +258,7 @@ class ProcessPool:
             number, self.num_workers, limits.max_batch_bytes, self._free_limit,
             self._session,
             None if before is None else before.began, None if before is None else before.reached,
+            limits.max_replay,
         )  # fmt: skip
         with theirs:
             self._supervisor.current.channel.send(encode(message), [theirs.fileno()])
@@ -281,6 +284,7 @@ class ProcessPool:
     def _handle_message(self, process: WorkerHandle, message: messages.Message) -> None:
         match message:
             case messages.Done():
+                process.last_replayed = None
                 process.health.completed += len(message.sizes)
                 self._progress(process)
                 self._done(process, message)
@@ -296,8 +300,10 @@ class ProcessPool:
                     process.take_status_file(process.channel.take_fd())
             case messages.Ready():
                 self._ready(process)
-            case messages.Progress():
+            case messages.Progress(replayed):
                 self._progress(process)
+                if replayed is not None:
+                    self._replays(process, Replayed(*replayed))
 
     def _map(self, process: WorkerHandle, slot: int, size: int) -> None:
         try:
@@ -382,6 +388,17 @@ class ProcessPool:
                     inspection = self._loop.create_task(self._inspect(process))
                     self._inspections.add(inspection)
                     inspection.add_done_callback(self._inspections.discard)
+
+    def _replays(self, process: WorkerHandle, replayed: Replayed) -> None:
+        """Record that a worker iterates its shard again, and log it once."""
+        if process.last_replayed is None:
+            logger.info(
+                "%s iterates its shard of loader %s again, %d of %d batches so far, because no state of the dataset at "
+                "this position is known. To avoid this, define state_dict() and load_state_dict() (torchdata's "
+                "Stateful) in the dataset; --max-replay limits the number of batches",
+                process, replayed.loader[:8], replayed.batches, replayed.total, extra=process.log_fields,
+            )  # fmt: skip
+        process.last_replayed = replayed
 
     def _progress(self, process: WorkerHandle) -> None:
         process.health.progress(time.monotonic())

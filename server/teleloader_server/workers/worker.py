@@ -23,7 +23,7 @@ from teleloader_server.loading.deferred import DeferredDataset
 from teleloader_server.loading.passes import Began
 from teleloader_server.loading.pipeline import Loading
 from teleloader_server.loading.random_state import seed_all, seed_worker
-from teleloader_server.loading.replay import Reached
+from teleloader_server.loading.replay import Reached, Replayed
 from teleloader_server.loading.stages import NO_SAMPLE
 from teleloader_server.loading.tasks import Task
 from teleloader_server.loading.worker_info import set_worker_info
@@ -121,6 +121,7 @@ class Worker:
             self._adopt_torch,
             self._report_progress,
             lambda began: self._send(messages.PassStarted(began)),
+            max_replay=settings.max_replay,
         )
         self._loading.passes.replace(
             None if settings.began is None else Began(*settings.began),
@@ -328,11 +329,12 @@ class Worker:
             sys.stderr.flush()
             os._exit(1)
 
-    def _report_progress(self) -> None:
+    def _report_progress(self, replayed: Replayed | None) -> None:
         now = time.monotonic()
         if now - self._last_progress_report > PROGRESS_EVERY:
             self._last_progress_report = now
-            self._send(messages.Progress())
+            has_just_begun = replayed is None or replayed.batches == 1  # the server logs only longer replays
+            self._send(messages.Progress(None if has_just_begun else replayed))
 
     def report_late(self) -> None:
         """Send delayed results while the next task is in progress; runs in a separate thread."""
