@@ -322,7 +322,7 @@ class DataLoader(Generic[Batch]):
         return Orders(
             self.dataset, (self.sampler, self.batch_sampler), self._user_sampler,
             iterable=iterable, seeded=self._seed is not None, may_repeat=self.worker_init_fn is None,
-            lengths=lambda: self._remote.lengths(),
+            lengths=self._remote.lengths,
         )  # fmt: skip
 
     def _make_samplers(self, *, shuffle: bool) -> tuple[Any, Any]:

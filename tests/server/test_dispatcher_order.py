@@ -70,15 +70,6 @@ def test_two_connections_of_a_consumer_share_batches() -> None:
     assert set(service.started.values()) == {1}
 
 
-@pytest.mark.parametrize("arrival", [(0, 1, 2), (2, 1, 0)])
-def test_nothing_is_prefetched_beyond_an_epoch_of_unknown_length(arrival: tuple[int, ...]) -> None:
-    """Clients limit the prefetch of each request to the end of the epoch, and requests may overtake each other."""
-    service = Service(workers=8)
-    for k in arrival:
-        service.request("a", TRAIN, k, k + 1, ahead=2 - k, batches=MAX_EPOCH)
-    assert sorted(numbers(service.decide())) == [0, 1, 2]
-
-
 # --- Rule 3: urgency ----------------------------------------------------------------------------------------------
 
 
