@@ -284,7 +284,7 @@ class Game:
                 assert all(k % self._shards % len(self._in_flight) == server for k in numbers)
         least = prefetch_factor * max(1, num_workers) * len(self._in_flight)
         least *= 2 if adaptive and len(self._in_flight) > 1 else 1
-        least = max(least, prefetch_factor * self._shards)
+        least = max(least, 2 * prefetch_factor * self._shards)
         assert scheduler.window <= (max(MAX_WINDOW, least) if adaptive else least)
         asked = [server for server, in_flight in enumerate(self._in_flight) if in_flight]
         if not asked:

@@ -217,8 +217,8 @@ class RangeScheduler:
     @property
     def window(self) -> int:
         """Prefetch window: maximum number of requested batches that the training loop has not received."""
-        if self._groups > 1:
-            return self._prefetch_factor * self._shards
+        if self._groups > 1:  # twice, because each server must have work while the loop waits for another one
+            return 2 * self._prefetch_factor * self._shards
         least = self._prefetch_factor * max(1, self._workers)
         if not self.adaptive:
             return least
