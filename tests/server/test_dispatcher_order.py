@@ -10,7 +10,6 @@ from teleloader_server.dispatch import dispatcher
 from teleloader_server.dispatch.dispatcher import MAX_REQUESTED
 from teleloader_server.dispatch.records import Epoch
 from teleloader_shared.codec import BatchId
-from teleloader_shared.spec import MAX_EPOCH
 from tests.server.dispatching import (
     BATCHES,
     OTHER,

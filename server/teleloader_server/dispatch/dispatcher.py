@@ -183,11 +183,10 @@ class Dispatcher:
             self.store.unmark_unwanted(consumer.state, [k for k in consumer.sent_beyond if start <= k < stop])
         furthest = max(pending.stop for pending in consumer.requests)
         consumer.ahead_start = consumer.ahead_cursor = furthest
-        # the server may not know the number of batches: then, only the client's own prefetch window is certain
-        depth = request.prefetch if loader.batches == MAX_EPOCH else self._depth(consumer, request.prefetch)
-        consumer.ahead_stop = min(loader.batches, furthest + depth)
+        consumer.ahead_stop = min(loader.batches, furthest + self._depth(consumer, request.prefetch))
         if request.prefetch or furthest < loader.batches:
-            consumer.looks_ahead = request.prefetch > 0 and self._knows_order(loader)
+            looks_ahead = request.prefetch > 0 and not consumer.is_background
+            consumer.looks_ahead = looks_ahead and self._knows_order(loader)
         self.store.active[consumer] = None
         if consumer.looks_ahead and loader.slow.seconds:
             self._look_ahead(consumer)
@@ -697,7 +696,9 @@ class Dispatcher:
     def _depth(self, consumer: Consumer, prefetch: int) -> int:
         """Return the length of the prefetch window, given the length that the client requested."""
         loader = consumer.loader
-        p99 = None if self._in_turn or not prefetch else loader.times.p99
+        # without a known end, further batches may not exist; in the background, they would be computed in vain
+        is_limited = self._in_turn or not prefetch or loader.batches == MAX_EPOCH or consumer.is_background
+        p99 = None if is_limited else loader.times.p99
         if p99 is None:
             return prefetch
         budget = consumer.principal_share.quota.memory
@@ -823,7 +824,8 @@ class Dispatcher:
         p99 = loader.times.p99
         if p99 is None or seconds <= patience(p99, 0.0):
             return False
-        if all(pending.next != k for consumer in batch.state.consumers for pending in consumer.requests):
+        waiting = (each for each in batch.state.consumers if not each.is_background)
+        if all(pending.next != k for consumer in waiting for pending in consumer.requests):
             return False
         if batch.slow is None and loader.slow.seconds:  # a client-side sampler determines the order
             batch.slow = loader.slow.batch(indices_of(task))
