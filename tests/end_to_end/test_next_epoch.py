@@ -147,7 +147,7 @@ def test_prefetched_batches_are_not_lent(tmp_path: Path) -> None:
 
 
 def test_several_servers_share_the_prefetched_batches(tmp_path: Path) -> None:
-    """Each batch of the next epoch is computed once, by the server that computes it for all clients."""
+    """Both prefetch the next epoch; when it starts, each sends at most one pending request again."""
     dataset = Logged(tmp_path / "log")
     with serve(dataset, num_workers=1) as first, serve(dataset, num_workers=1) as second:
         remote = RemoteDataset([first, second])
@@ -155,7 +155,7 @@ def test_several_servers_share_the_prefetched_batches(tmp_path: Path) -> None:
         for epoch in range(3):
             assert received(loading) == expected(loading, epoch)
             eventually(partial(dataset.has_computed, epoch + 1, WINDOW))
-        assert [dataset.computed(epoch) for epoch in range(3)] == [BATCHES] * 3
+        assert all(BATCHES <= dataset.computed(epoch) <= BATCHES + 2 for epoch in range(3))
 
 
 def test_an_iterator_alone_does_not_prefetch_the_next_epoch(dataset: Logged, url: str) -> None:
