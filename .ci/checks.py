@@ -195,6 +195,7 @@ def nightly() -> Iterator[Step]:
                  "--deselect tests/examples/test_migration.py::test_mosaic "
                  "--deselect tests/examples/test_migration.py::test_tf_data_service tests/gpu/test_host_memory.py "
                  "tests/docs/test_errors.py tests/shared/test_registry.py tests/end_to_end/test_augmentation.py "
+                 "tests/end_to_end/test_collators.py tests/end_to_end/test_packing.py "
                  "--timeout 300"),
         after=("one wheel",), environment={"TELELOADER_TEST_FRAMEWORKS": "1"},
         pytest=f"{python('.venv-frameworks')} -m pytest",

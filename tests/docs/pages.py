@@ -75,7 +75,7 @@ class Page:
     def __init__(self, path: Path, folder: Path, port: int, stack: ExitStack) -> None:
         self._folder = folder
         self._stack = stack
-        self._network = f"127.{os.getpid() // 254 % 254 + 1}.{os.getpid() % 254 + 1}.{10 * next(_networks)}"
+        self._network = f"127.{os.getpid() // 254 % 254 + 1}.{os.getpid() % 254 + 1}.{10 * (next(_networks) % 24)}"
         self._port = port
         self._printed = ""
         self._token = _ANY_TOKEN

@@ -361,7 +361,7 @@ def test_the_death_of_the_forkserver_costs_no_batch() -> None:
         os.kill(psutil.Process(before[0]).ppid(), signal.SIGKILL)
         seen += arrived(batches)
         assert seen == [[i] for i in range(500)]
-        assert not set(eventually(lambda: pids_of(url))) & set(before)
+        eventually(lambda: (pids := set(pids_of(url))) and not pids & set(before))
 
 
 def test_all_workers_may_be_killed_again_and_again() -> None:
