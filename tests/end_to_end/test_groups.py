@@ -35,7 +35,7 @@ class Rows:
         self._width = width
         self._killed = context.Event()
         self.hanging = context.Event()
-        self.opened = context.Event()
+        self.opened = context.RawValue("b", False)  # an Event does not survive the death of a process that waits for it
 
     def __len__(self) -> int:
         return BATCHES
@@ -46,9 +46,10 @@ class Rows:
             os.kill(os.getpid(), signal.SIGKILL)
         if index == self._fails:
             raise ValueError(f"sample {index}")
-        if index == self._hangs and not self.opened.is_set():
+        if index == self._hangs:
             self.hanging.set()
-            self.opened.wait()
+            while not self.opened.value:
+                time.sleep(0.01)
         return np.full(self._width, index), index
 
 
@@ -148,7 +149,7 @@ def test_batches_before_one_that_hangs_arrive(groups: list[list[int]]) -> None:
         assert [index_of(next(batches)) for _ in range(237)] == list(range(237))
         assert dataset.hanging.wait(60)
         eventually(lambda: any(238 in group for group in groups))
-        dataset.opened.set()
+        dataset.opened.value = True
         assert [index_of(batch) for batch in batches] == list(range(237, BATCHES))
 
 

@@ -153,7 +153,7 @@ class Service:
             self.health[worker].progress(self.now)
             started.append((worker, task.batch_id))
 
-        self.dispatcher.start_backups(self.now, begin)
+        self.dispatcher.start_backups(self.now, begin, lambda worker: self.stall(worker, self.queues[worker][1:]))
         return started
 
     def frame(self, batch_id: BatchId, nbytes: int) -> ReadyFrame:

@@ -171,6 +171,34 @@ def test_the_worker_of_an_early_batch_may_exit() -> None:
     assert service.send_ready(request, 1) == [0]
 
 
+def test_the_worker_of_a_slow_batch_of_a_sampler_may_exit() -> None:
+    """Its batch starts again when it is requested, and not early: its indices come with the request."""
+    service = trained(order="client", session="s")
+    learn(service, 0)
+    request = service.request("a", TRAIN, 0, 8, ahead=4, batches=BATCHES)
+    service.decide()
+    service.dispatcher.store.batch(BatchId(*TRAIN, 0)).slow = service.loader("train").slow.batch([0])
+    service.lose_worker(0, attribution="nobody")
+    assert service.consumer("a").early == []
+    service.worker_ready(0)
+    service.decide()
+    service.finish_all()
+    assert service.send_ready(request, 1) == [0]
+
+
+def test_batches_beyond_the_end_are_no_estimate_of_time_and_size() -> None:
+    """The last worker of a stream finds its end at once, with a frame of few bytes."""
+    service = trained()
+    loader = service.loader("train")
+    service.request("a", TRAIN, 0, BATCHES, batches=BATCHES)
+    for _ in range(2 * MIN_BATCHES):
+        for batch_id in service.decide():
+            worker = next(number for number, queue in service.queues.items() if batch_id in queue)
+            service.queues[worker].remove(batch_id)
+            service.dispatcher.finished(worker, batch_id, service.frame(batch_id, 1000), QUICK, is_beyond=True)
+    assert (loader.batch_seconds, loader.batch_nbytes, loader.times.typical) == (SLOW, 1.0, SLOW)
+
+
 def test_a_slow_sample_at_the_start_of_the_next_epoch_is_computed_in_this_one() -> None:
     """Its batch is kept until the next epoch starts, and is sent then."""
     service = trained()
@@ -301,8 +329,8 @@ def test_a_worker_that_continues_before_its_backup_wins() -> None:
     assert service.consumer("a").served == pytest.approx(before + OVERDUE + SLOW - SLOW + SLOW), "both are charged"
 
 
-def test_batches_behind_a_stuck_one_are_reassigned_with_it() -> None:
-    """They do not wait for the stuck worker once its batch is sent."""
+def test_batches_behind_a_stuck_one_are_reassigned_before_its_backup() -> None:
+    """Other workers compute them first, because the backup may take as long as the batch."""
     service = trained(workers=2)
     loader = service.loader("train")
     loader.batch_seconds = QUICK
@@ -315,9 +343,12 @@ def test_batches_behind_a_stuck_one_are_reassigned_with_it() -> None:
         service.decide()
     queued = service.queues[0][1:]
     service.now = OVERDUE
-    assert service.back_up() == [(1, BatchId(*TRAIN, 0))]
-    service.finish(1, seconds=QUICK)
+    assert service.back_up() == []
     assert numbers(service.decide()) == numbers(queued)
+    while service.queues[1]:
+        service.finish(1, seconds=QUICK)
+        service.decide()
+    assert service.back_up() == [(1, BatchId(*TRAIN, 0))]
 
 
 @pytest.mark.parametrize(

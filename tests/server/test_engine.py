@@ -153,6 +153,24 @@ async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> 
     assert memory.used == 0
 
 
+@pytest.mark.parametrize(("samples", "nbytes"), [(1, 100), (0, None)])
+async def test_only_batches_with_samples_are_estimates(samples: int, nbytes: int | None) -> None:
+    """The end of a shard is a batch without samples; its size says nothing about others."""
+    pool = FakePool()
+    engine = Engine(pool, Memory(BUDGET), Counters(), SOURCE)
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1)
+    loader = Loader(spec.key, spec, 100, 100)
+    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 1)))
+    with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
+        await begun()
+        ((worker, task),) = pool.tasks
+        report = REPORT._replace(samples=[samples])
+        engine.tasks_done(worker, [task], [np.zeros(100, np.uint8)], report)
+    assert loader.batch_nbytes == nbytes
+    await engine.close()
+
+
 @pytest.mark.parametrize(("count", "first", "expected"), [(None, 1, 4), (2, 1, 3), (9, 1, 4)])
 async def test_a_response_waits_for_a_number_of_batches(count: int | None, first: int, expected: int) -> None:
     """The wait ends with the last of the batches, without a task of its own."""

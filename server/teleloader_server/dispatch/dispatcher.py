@@ -354,9 +354,18 @@ class Dispatcher:
         self.store.remove(batch)
         if batch.slow is not None:
             for consumer in batch.state.consumers:
-                bisect.insort(consumer.early, (batch_id.batch, batch.slow))
+                if consumer.looks_ahead:  # the indices of other orders are in the requests
+                    bisect.insort(consumer.early, (batch_id.batch, batch.slow))
 
-    def finished(self, worker: int | None, batch_id: BatchId, frame: ReadyFrame, seconds: float = 0.0) -> int | None:
+    def finished(
+        self,
+        worker: int | None,
+        batch_id: BatchId,
+        frame: ReadyFrame,
+        seconds: float = 0.0,
+        *,
+        is_beyond: bool = False,
+    ) -> int | None:
         """Store the frame of a completed batch.
 
         Args:
@@ -364,6 +373,8 @@ class Dispatcher:
             batch_id: The batch.
             frame: Its frame.
             seconds: Its computing time in seconds.
+            is_beyond: True if the batch is beyond the end of the epoch or shard, so that its time and size say nothing
+                about others.
 
         Returns:
             Another worker that computes the same batch, whose result must be discarded; None if there is none.
@@ -375,12 +386,15 @@ class Dispatcher:
             self._backups.computed += seconds
             if batch.backup is not None:
                 other = self._end_backup(batch, batch.backup, worker, seconds)
-            if batch.slow is None:
+            if is_beyond:
+                pass
+            elif batch.slow is None:
                 loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
                 loader.times.add(seconds)
             elif seconds <= SLOW_FROM and not frame.failed:
                 loader.slow.forget(batch.slow.samples)
-            loader.batch_nbytes = _smoothed(loader.batch_nbytes, len(frame.raw))
+            if not is_beyond:
+                loader.batch_nbytes = _smoothed(loader.batch_nbytes, len(frame.raw))
             self._loads.update(worker)
         self._slow.discard(batch_id)
         self._ended.discard(batch_id)
@@ -764,14 +778,19 @@ class Dispatcher:
 
     # -- slow workers
 
-    def start_backups(self, now: float, submit: Callable[[int, Task], object]) -> list[tuple[Task, Backup]]:
+    def start_backups(
+        self, now: float, submit: Callable[[int, Task], object], reassign_queued: Callable[[int], object]
+    ) -> list[tuple[Task, Backup]]:
         """Start backups of batches for which clients wait, and whose workers take unusually long.
+
+        The batches queued behind such a batch come first, because its backup may take as long.
 
         Not if workers compute batches in turn: their batches depend on the worker.
 
         Args:
             now: Current time.
             submit: Callback, called with the worker ID of each backup and the task.
+            reassign_queued: Callback that reassigns the batches queued behind a worker's current batch.
 
         Returns:
             The tasks with their backups.
@@ -786,6 +805,9 @@ class Dispatcher:
             if batch.backup is not None or task.batch_id in self._ended:
                 continue
             if not self._is_overdue(batch, task, seconds):
+                continue
+            if len(health.tasks) > 1:
+                reassign_queued(worker)
                 continue
             idle = self._free_worker(suspect=True)
             if idle is None or not self._backups.allows(len(self._loads.workers)):
@@ -814,6 +836,7 @@ class Dispatcher:
                 p99 = batch.consumer.loader.times.p99
                 if p99 is not None and now - health.progressed_at > patience(p99, 0.0):
                     self._ended.add(batch.batch_id)
+                    self._backups.spent += now - health.progressed_at
                     return worker
         return None
 

@@ -288,7 +288,8 @@ class Engine:
             if stages[FETCH] > SLOW_FROM and not (report.failed and place == last):
                 self._learn(task, report, place)
             frame = ReadyFrame(raw, report.failed and place == last, made)
-            other = self._dispatcher.finished(worker, task.batch_id, frame, sum(stages))
+            is_beyond = not frame.failed and report.samples[place] == 0
+            other = self._dispatcher.finished(worker, task.batch_id, frame, sum(stages), is_beyond=is_beyond)
             if other is not None:
                 self.pool.withdraw(other, task.batch_id)
         for place, fields in report.substituted:
@@ -301,9 +302,10 @@ class Engine:
         """Update the slow samples of a dataset from a batch that took long to fetch."""
         if task.length == 0:
             return
+        # without __getitem__, only the time of the whole batch is known; batches of a sampler may have any size
         fetch, measured = report.stages[FETCH][place], dict(report.slow).get(place, ())
         suspects: Sequence[int] = ()
-        if report.slowest[place] is None:
+        if report.slowest[place] is None and task.spec.order == "plan":
             suspects = indices_of(task, MAX_SUSPECTS + 1)
         if len(suspects) == 1:
             measured, suspects = [(suspects[0], fetch)], ()
@@ -373,7 +375,9 @@ class Engine:
         if self._end is not None or not self._waiting:
             return
         now = time.monotonic()
-        for task, (worker, other, seconds) in self._dispatcher.start_backups(now, self._submit_backup):
+        for task, (worker, other, seconds) in self._dispatcher.start_backups(
+            now, self._submit_backup, self.pool.reassign_queued
+        ):
             self.tally.backup_started(task)
             loader, epoch, batch = task.batch_id
             logger.info(

@@ -18,7 +18,7 @@ from teleloader_server.dispatch.lending import Lender
 from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
 from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.dispatch.sessions import Engines
-from teleloader_server.dispatch.stragglers import SlowTables
+from teleloader_server.dispatch.stragglers import SlowSamples, SlowTables
 from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits, Limits
 from teleloader_server.loading.environment import environment
 from teleloader_server.loading.index_lists import Rules
@@ -243,7 +243,9 @@ class LoaderService:
             engine = await self.engines.of(key, spec, info, quota)
             if key not in self._loaders:  # not registered concurrently
                 length = 0 if info.kind == "iterable" else info.length or 0
-                kind, slow = self._host.index_kind(spec.dataset), self._slow_tables.of(spec)
+                kind = self._host.index_kind(spec.dataset)
+                # lengths are loaded without the samples
+                slow = SlowSamples() if spec.batch_of == "lengths" else self._slow_tables.of(spec)
                 loader = Loader(key, spec, length, batches, kind, slow=slow)
                 quota.loaders.add(key)
                 held.callback(quota.loaders.remove, key)

@@ -74,6 +74,9 @@ class InProcessPool:
     def take(self, worker: int, reason: str) -> None:
         """Do nothing, because a thread cannot be killed."""
 
+    def reassign_queued(self, worker: int) -> None:
+        """Do nothing, because the pool has no other thread."""
+
     def withdraw(self, worker: int, batch_id: BatchId) -> None:
         """Do nothing, because a single thread computes no batch twice."""
 

@@ -110,6 +110,9 @@ class Pool(Protocol):
             reason: Reason for the log, to complete the message "worker 0 (pid 123) was killed: ".
         """
 
+    def reassign_queued(self, worker: int) -> None:
+        """Reassign the tasks behind a worker's current batch with `PoolListener.worker_stalled`."""
+
     def withdraw(self, worker: int, batch_id: BatchId) -> None:
         """Discard the pending result of a worker's current batch, which another worker has computed.
 

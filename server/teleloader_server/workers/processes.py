@@ -160,6 +160,14 @@ class ProcessPool:
         if process.pid is not None and process.health.ready:
             self._kill(process, WorkerExit(f"{process} was killed: {reason}", "nobody"))
 
+    def reassign_queued(self, worker: int) -> None:
+        """Reassign the tasks behind a worker's current batch, unless workers compute batches in turn."""
+        process = self._places[worker].process
+        queued = process.queued()
+        if queued and self._listener.worker_stalled(queued):
+            process.revoke(queued)
+            process.health.stalled = True
+
     def withdraw(self, worker: int, batch_id: BatchId) -> None:
         """Discard the pending result of a worker's current batch, and reassign its other tasks."""
         process = self._places[worker].process
@@ -373,15 +381,12 @@ class ProcessPool:
         now = time.monotonic()
         if not process.health.is_overdue(self._check_interval, now):
             return
-        queued = process.queued()
         for action in process.health.actions(
-            self._limits, now, is_stopped=is_stopped(process.pid), has_queued=bool(queued)
+            self._limits, now, is_stopped=is_stopped(process.pid), has_queued=bool(process.queued())
         ):
             match action:
                 case Action.RECLAIM:
-                    if self._listener.worker_stalled(queued):
-                        process.revoke(queued)
-                        process.health.stalled = True
+                    self.reassign_queued(process.number)
                 case Action.KILL_STOPPED:
                     self._kill(process, WorkerExit(f"{process} was killed: stopped by SIGSTOP for {STOP_TIMEOUT:g} s"))
                 case Action.INSPECT:
