@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from teleloader import (
+    BatchTooLarge,
     DataLoader,
     DatasetChanged,
     InvalidSpec,
@@ -30,7 +31,7 @@ from teleloader import (
 from teleloader.testing import FakeServer
 from teleloader_server import serve
 from teleloader_server.loading.datasets import host
-from tests.conftest import StartServer, need
+from tests.conftest import StartServer
 from tests.end_to_end.terminal import TOOLS
 from tests.end_to_end.test_balance import output_of
 
@@ -223,10 +224,8 @@ def test_attention_of_a_piece_is_that_of_the_document_alone() -> None:
 
 def test_entries_are_those_of_hugging_faces_collator() -> None:
     """Each sequence has the tokens, labels, positions and boundaries of transformers' `DataCollatorWithFlattening`."""
-    need("transformers")
-    from transformers import DataCollatorWithFlattening
-
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    transformers = pytest.importorskip("transformers")
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     for batch in DataLoader(Texts(), **OPTIONS):
         for row, pieces in enumerate(sequences(batch)):
             expected = collator([{"input_ids": piece} for piece in pieces])
@@ -236,6 +235,13 @@ def test_entries_are_those_of_hugging_faces_collator() -> None:
             assert torch.equal(batch["document_ids"][row, :size], expected["seq_idx"][0] + 1)
             boundaries = batch["cu_seqlens"][(batch["cu_seqlens"] >= row * L) & (batch["cu_seqlens"] <= row * L + size)]
             assert torch.equal(boundaries - row * L, expected["cu_seq_lens_q"])
+
+
+def test_a_batch_that_is_too_large_is_named_before_it_is_allocated() -> None:
+    """The error of a sequence length beyond all memory says what to change."""
+    packing = Packing(sequence_length=2**30, window=60)
+    with hosted() as text, pytest.raises(BatchTooLarge, match="use a smaller batch_size or sequence_length"):
+        next(iter(DataLoader(text, 1, seed=0, packing=packing)))
 
 
 # --- Resuming, several servers ------------------------------------------------------------------------------------

@@ -81,6 +81,33 @@ def test_a_process_that_dies_while_it_prepares_leaves_the_lock(
     assert shared.of(SPEC, LENGTHS, 0).tolist() == expected(0).tolist()
 
 
+def test_a_process_that_dies_while_it_writes_leaves_a_valid_file(
+    shared: Preparations, monkeypatch: pytest.MonkeyPatch, counted: list[int]
+) -> None:
+    """The incomplete preparation is removed, wherever it ends; those before it are kept."""
+    shared.of(SPEC, LENGTHS, 0)
+
+    def die_after(nbytes: int) -> Callable[[], bool]:
+        def run() -> bool:
+            write = os.pwrite
+
+            def die(file: int, data: bytes, place: int) -> None:
+                write(file, data[:nbytes], place)
+                os._exit(1)
+
+            monkeypatch.setattr(os, "pwrite", die)
+            shared.of(SPEC, LENGTHS, 1)
+            return True
+
+        return run
+
+    for nbytes in (0, 1, 16, 24, 25, 100):
+        assert not in_fork(die_after(nbytes))
+        for epoch in (0, 2):
+            assert shared.of(SPEC, LENGTHS, epoch).tolist() == expected(epoch).tolist()
+    assert counted == [0, 2]
+
+
 def test_a_full_file_is_replaced(shared: Preparations, monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
     """The file never exceeds its limit, and the last preparation is kept."""
     size = 40 + 8 * len(expected(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -98,7 +99,7 @@ class DirectEpoch:
         self._epoch = epoch
         self._length = hosted.info.length or 0
         stages = STAGES[STAGES.index(Fetch) : STAGES.index(Encode)]  # the other stages handle frames
-        self._loading = Loading({spec.dataset: hosted}, -1, max_batch_bytes=0, seeds=seeded, stages=stages)
+        self._loading = Loading({spec.dataset: hosted}, -1, max_batch_bytes=sys.maxsize, seeds=seeded, stages=stages)
         self._random_state: AbstractContextManager[None] = OwnRandomState() if seeded else nullcontext()
         if seeded:
             with self._random_state:

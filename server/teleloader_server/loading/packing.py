@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading.datasets import HostedDataset
+from teleloader_shared.errors import BatchTooLarge
 from teleloader_shared.orders.packing import Pieces
 from teleloader_shared.packing import PackingSpec
 from teleloader_shared.tree import Tensor
@@ -18,10 +19,14 @@ Arrays = Mapping[str, NDArray[Any]]
 IGNORED_LABEL: Final = -100
 """Label that loss functions ignore: the default `ignore_index` of ``torch.nn.functional.cross_entropy``."""
 _OMITTED: Final = "attention_mask"
+_TOKEN_BYTES: Final = 28
+"""Bytes of a token in a batch: input_ids, labels and position_ids are int64, and document_ids int32."""
 _RESERVED: Final = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")
 
 
-def pack(hosted: HostedDataset, packing: PackingSpec, pieces: Pieces, documents: Sequence[Any]) -> tuple[int, Any]:
+def pack(
+    hosted: HostedDataset, packing: PackingSpec, pieces: Pieces, documents: Sequence[Any], max_bytes: int
+) -> tuple[int, Any]:
     """Pack documents into a batch of sequences; return the number of sequences and the batch.
 
     Args:
@@ -29,8 +34,10 @@ def pack(hosted: HostedDataset, packing: PackingSpec, pieces: Pieces, documents:
         packing: Parameters.
         pieces: Pieces of the batch.
         documents: The documents, as the dataset returns them, in the order of `Pieces.distinct`.
+        max_bytes: Maximum size of the batch in bytes.
 
     Raises:
+        BatchTooLarge: If the batch is larger; it is not allocated.
         ValueError: If a document has another length than its dataset states, or its entries cannot be packed.
         RuntimeError: If the dataset returns another number of documents.
     """
@@ -46,6 +53,12 @@ def pack(hosted: HostedDataset, packing: PackingSpec, pieces: Pieces, documents:
     found: dict[int, Arrays] = {}
     for index, length, document in zip(indices.tolist(), lengths, documents, strict=True):
         found[index] = _arrays(f"sample {index} of dataset {hosted.info.name!r}", document, length)
+    nbytes = _TOKEN_BYTES * (int(pieces.sequences[-1]) + 1) * packing.sequence_length
+    if nbytes > max_bytes:
+        raise BatchTooLarge(
+            f"a batch of packed sequences of {packing.sequence_length:,} tokens has {nbytes:,} bytes, and the maximum "
+            f"is {max_bytes:,}: use a smaller batch_size or sequence_length, or increase --max-batch-bytes"
+        )
     layout = _Layout(pieces, packing.sequence_length)
     batch: dict[str, Any] = {}
     for name, dtype in _types(hosted, found).items():

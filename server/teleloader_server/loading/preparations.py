@@ -2,7 +2,7 @@
 
 A preparation evaluates the whole order of an epoch (`orders.plan.prepare`). The workers of a server are forks of one
 process, and share a file in memory, to which the first worker that needs an order appends its preparation. Other
-workers wait for the lock of the file meanwhile, and then read the result.
+workers that need this order wait for a lock meanwhile, and then read the result.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ class Preparations:
         determining = {name: value for name, value in spec.to_json().items() if name in ("balance", "packing")}
         facts = json.dumps([determining, lengths.digest, epoch, spec.seed if spec.shuffle else None])
         key = hashlib.blake2b(facts.encode(), digest_size=_KEY_BYTES).digest()
-        with _locked(self._file):
-            found = self._read(key)
+        # a byte of the file for each order, so that others do not wait for its preparation
+        with _locked(self._file, 1 + int.from_bytes(key[:4], "little")):
+            with _locked(self._file, 0):
+                found = self._read(key)
             if found is None:
                 found = prepare(spec, lengths, epoch)
-                self._append(key, found)
+                with _locked(self._file, 0):
+                    self._append(key, found)
         return found
 
     def close(self) -> None:
@@ -68,6 +71,9 @@ class Preparations:
         while place < end:
             header = os.pread(file, _KEY_BYTES + 8, place)
             nbytes = 8 * int.from_bytes(header[_KEY_BYTES:], "little")
+            if place + len(header) + nbytes > end or len(header) < _KEY_BYTES + 8:  # its writer was killed
+                os.ftruncate(file, place)
+                return None
             place += len(header)
             if header[:_KEY_BYTES] == key:
                 return np.frombuffer(os.pread(file, nbytes, place), np.int64)
@@ -89,13 +95,13 @@ class Preparations:
 
 
 @contextmanager
-def _locked(file: int) -> Iterator[None]:
-    """Context manager that locks a file for other processes; the end of this process also releases the lock."""
-    fcntl.lockf(file, fcntl.LOCK_EX)
+def _locked(file: int, place: int) -> Iterator[None]:
+    """Context manager that locks a byte of a file for other processes; the end of this process releases the lock."""
+    fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
     try:
         yield
     finally:
-        fcntl.lockf(file, fcntl.LOCK_UN)
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
 
 
 _shared: Preparations | None = None

@@ -154,6 +154,8 @@ class Fetch(Stage):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._plan = lru_cache(maxsize=64)(_plan)
+        self._plan_of_lengths = lru_cache(maxsize=4)(_plan)
+        """Like `_plan`; each plan keeps divided windows, which take up to 257 bytes per document."""
         self._epochs: dict[str, int] = {}
         """Epoch that was last set on each map-style dataset, by dataset name."""
         self._is_slow: dict[str, bool] = {}
@@ -208,8 +210,9 @@ class Fetch(Stage):
         return plan[task.batch_id.batch], plan.padding(task.batch_id.batch)
 
     def _plan_of(self, hosted: HostedDataset, task: Task) -> Plan:
-        lengths = None if task.spec.required_lengths is None else hosted.lengths
-        return self._plan(task.spec, task.length, task.batch_id.epoch, lengths)
+        if task.spec.required_lengths is None:
+            return self._plan(task.spec, task.length, task.batch_id.epoch, None)
+        return self._plan_of_lengths(task.spec, task.length, task.batch_id.epoch, hosted.lengths)
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> tuple[list[Any], Substitutes | None]:
         if not self._context.seeds or sys.modules.get("torch") is not None:
@@ -471,8 +474,10 @@ class Collate(Stage):
             if batch.hosted.lengths is None:
                 raise RuntimeError(f"cannot load {batch.task.batch_id}: the dataset has no lengths")
             batch.content = batch.hosted.lengths.of(np.asarray(batch.indices))
+            batch.count = len(batch.indices)
         elif packing is not None and batch.pieces is not None and batch.samples is not None:
-            batch.count, batch.content = pack(batch.hosted, packing, batch.pieces, batch.samples)
+            limit = self._context.max_batch_bytes
+            batch.count, batch.content = pack(batch.hosted, packing, batch.pieces, batch.samples, limit)
         elif batch.samples is None:
             batch.content = End(0 if batch.pass_ is None else batch.pass_.shard.samples, replica=not was_read())
         else:

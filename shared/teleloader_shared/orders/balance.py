@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 import numpy as np
@@ -151,10 +152,14 @@ class TokenBatches:
         number = int(self._rounded(fewest, len(indices))[0])
         cuts = _cuts(lengths, _least_limit(lengths, self._most, number))
         sizes = np.diff([*cuts, len(indices)]).tolist()
-        while len(sizes) < number:
-            place = sizes.index(max(sizes))
-            sizes[place : place + 1] = [sizes[place] - sizes[place] // 2, sizes[place] // 2]
-        batches = np.split(indices, np.cumsum(sizes)[:-1])
+        heap = [(-size, start) for size, start in zip(sizes, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True)]
+        heapify(heap)
+        while len(heap) < number:
+            negative, start = heappop(heap)
+            half = -negative // 2
+            heappush(heap, (negative + half, start))
+            heappush(heap, (-half, start - negative - half))
+        batches = np.split(indices, sorted(start for _, start in heap)[1:])
         return [batches[place] for place in self._places(window, number)]
 
     def _rounded(self, counts: Ints, samples: int) -> Ints:
