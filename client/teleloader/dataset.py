@@ -65,7 +65,7 @@ class RemoteDataset:
     With several servers, blocks of batches are distributed over them in proportion to their speeds (in the first epoch:
     to their numbers of workers). All clients request a block from the same server, which computes it once. A request
     that takes too long is also sent to a second server. A failed server is taken out of rotation and retried
-    periodically. (All shards of an iterable-style dataset are loaded by one server at a time.)
+    periodically. The shards of an iterable-style dataset are divided among the servers.
 
     A copy (`copy`, pickle) is a new object with the same arguments, which connects to the servers itself. Pickles
     contain no `token`, except while `multiprocessing` starts a process with the object as an argument.

@@ -26,7 +26,7 @@ from teleloader.transport.interface import BatchServer
 from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import tracing
-from teleloader_shared.errors import ProtocolError, StateMismatch
+from teleloader_shared.errors import ProtocolError
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
@@ -136,12 +136,13 @@ class Start:
         """Create the iteration of the leader of a model-parallel group."""
         channel.close_current()
         try:
+            identity = self._identity(dataset)
             spec, progress, source, length = self._fetch(dataset, ahead)
         except BaseException as error:
             channel.submit(partial(channel.end, error, started=False))  # a lambda would refer to a deleted name
             raise
         announced = Announcement(
-            source.key, self._identity(dataset), self.position.epoch, progress.batch, progress.keeps_dataset,
+            source.key, identity, self.position.epoch, progress.batch, progress.keeps_dataset,
             progress.continues_dataset,
         )  # fmt: skip
         channel.submit(lambda: channel.start(announced))
@@ -155,11 +156,11 @@ class Start:
         channel.close_current()
         announced = channel.submit(channel.await_start).result()
         length = dataset.info.length
-        progress, stop = self._progress(self.spec, length, keeps_dataset=announced.keeps_dataset)
-        progress.continues_dataset = announced.continues_dataset
         try:
+            progress, stop = self._progress(self.spec, length, keeps_dataset=announced.keeps_dataset)
+            progress.continues_dataset = announced.continues_dataset
             announced.check(self._identity(dataset), self.position.epoch, progress.batch, channel.leader)
-        except StateMismatch:
+        except BaseException:
             channel.submit(channel.discard)  # the other ranks must not wait for this one
             raise
         buffers = self.placement.buffers()
@@ -177,7 +178,11 @@ class Start:
 
     def _identity(self, dataset: RemoteDataset) -> str:
         """Return a digest of the arguments that must be equal in a model-parallel group."""
-        own: dict[str, Any] = {"session": None, "num_workers": 0}
+        own: dict[str, Any] = {}
+        if self.spec.session is not None:  # random on each rank
+            own["session"] = "group"
+            if not self.order.has_shards:
+                own["num_workers"] = 0
         if dataset.is_here:  # each rank hosts its own object
             own |= {"fingerprint": None, "collate": None, "worker_init": None, "in_process": False}
         return replace(self.spec, **own).key

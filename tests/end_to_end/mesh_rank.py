@@ -84,6 +84,31 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
             yield torch.tensor([index, int(np.random.randint(2**31))])
 
 
+class Stateful(Stream):
+    """Stream whose state is its position."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._resumed = False
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a position."""
+        self._next, self._resumed = state["next"], True
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the samples of a shard."""
+        info = get_worker_info()
+        assert info is not None
+        start, self._resumed = self._next if self._resumed else info.id, False
+        for index in range(start, 21, info.num_workers):
+            self._next = index + info.num_workers
+            yield torch.tensor([index, 0])
+
+
 def device_mesh(mesh: MeshShape) -> Any:
     """Create a mesh of CPUs."""
     shape, names = mesh

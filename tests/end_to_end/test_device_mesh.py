@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 MODULE = "tests.end_to_end.mesh_rank"
 SERVER = (
     "--num-workers", "2",
-    *(f"{name.lower()}={MODULE}:{name}" for name in ("Noisy", "Odd", "Failing", "Large", "Slow", "Stream")),
+    *(f"{name.lower()}={MODULE}:{name}" for name in ("Noisy", "Odd", "Failing", "Large", "Slow", "Stream", "Stateful")),
 )  # fmt: skip
 TWO_BY_TWO = ((2, 2), ("dp", "tp"))
 ONE_GROUP = ((4,), ("tp",))
@@ -121,16 +121,17 @@ def test_the_division_of_the_last_samples(server: ServerProcess, ranks: Ranks, n
         assert [digest for _, digest in batches] == [mesh_rank.digest(batch) for batch in alone]
 
 
-def test_an_iterable_style_dataset(server: ServerProcess, ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize("dataset", ["stream", "stateful"])
+def test_an_iterable_style_dataset(server: ServerProcess, ranks: Ranks, name: str, dataset: str) -> None:
     """The ranks of a group get the samples of all shards, also after a resume in the middle of an epoch."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 1}
-    ranks.each(mesh_rank.create, name, server.url, "stream", ONE_GROUP, **options)
+    ranks.each(mesh_rank.create, name, server.url, dataset, ONE_GROUP, **options)
     (batches,) = grouped(ranks.each(mesh_rank.epoch, name), [[0, 1, 2, 3]])
     assert sorted(index for found, _ in batches for index in found) == list(range(21))
     (first,) = grouped(ranks.each(mesh_rank.epoch, name, 2), [[0, 1, 2, 3]])
     (state,) = grouped(ranks.each(mesh_rank.state, name), [[0, 1, 2, 3]])
     (second,) = grouped(ranks.each(mesh_rank.epoch, name), [[0, 1, 2, 3]])
-    ranks.each(mesh_rank.create, name, server.url, "stream", ONE_GROUP, **options)
+    ranks.each(mesh_rank.create, name, server.url, dataset, ONE_GROUP, **options)
     ranks.each(mesh_rank.restore, name, state)
     (rest,) = grouped(ranks.each(mesh_rank.epoch, name), [[0, 1, 2, 3]])
     assert sorted(index for found, _ in first + rest for index in found) == list(range(21))
