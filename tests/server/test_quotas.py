@@ -199,6 +199,23 @@ def test_a_worker_with_a_slow_batch_is_preempted_for_a_waiting_client(same: bool
     assert len(hung) == 2
 
 
+def test_a_worker_whose_result_is_not_needed_is_preempted_first() -> None:
+    """Its batch was computed by a backup, so that nobody loses anything."""
+    service = Service(workers=3)
+    service.warm_up(TRAIN, OTHER)
+    service.request("hangs", TRAIN, 0, 100, of="hangs")
+    service.decide()
+    (withdrawn,) = service.queues[1]
+    service.stall(1, [])
+    service.queues[1].clear()
+    service.dispatcher.finished(None, withdrawn, service.frame(withdrawn, 1))
+    assert service.dispatcher.preempt(hanging(service)) is None, "nobody waits"
+    service.request("victim", OTHER, 0, 4, of="victim")
+    assert service.decide() == []
+    assert stolen(service) == 1
+    assert numbers(service.decide(), OTHER) == [0]
+
+
 def test_a_removed_worker_does_not_count() -> None:
     """A removed worker does not count as free, so that the fair share of a waiting client preempts another worker."""
     service = Service(workers=3)

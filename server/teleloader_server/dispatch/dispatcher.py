@@ -859,26 +859,29 @@ class Dispatcher:
     def preempt(self, working: Mapping[int, tuple[BatchId, float]]) -> int | None:
         """Charge slow batches to their principals, and select a worker to preempt for a waiting consumer.
 
-        A worker is preempted if all workers compute slow batches, another consumer or principal uses several of these
-        workers, and the waiting consumer uses none. The other consumer or principal is capped from then on: it leaves
-        one worker to others.
+        A worker is preempted if all workers compute slow batches, and the waiting consumer uses none of them: first a
+        worker whose result is not needed (`Pool.withdraw`), otherwise one of another consumer or principal that uses
+        several. The other consumer or principal is capped from then on: it leaves one worker to others.
 
         Args:
             working: Slow batches in progress by worker, with their computing time so far in seconds.
 
         Returns:
-            ID of the worker to kill, whose batch must be recomputed; None if no worker is preempted.
+            ID of the worker to kill; None if no worker is preempted.
         """
         at = {worker: self.store.batch(batch_id) for worker, (batch_id, _) in working.items()}
         for worker, batch in at.items():
             self._charge(batch, working[worker][1])
-        if self._in_turn or not at or len(at) < len(self._loads.workers):
+        unneeded = [worker for worker, health in self._loads.workers.items() if health.stalled and not health.tasks]
+        if self._in_turn or not self._loads.workers or len(at) + len(unneeded) < len(self._loads.workers):
             return None
         served = {batch.consumer for batch in at.values()}
         for consumer in self.store.active:
             found = self._next(consumer)
             if consumer in served or found is None or found[0] is not Urgency.WAITING:
                 continue
+            if unneeded:
+                return unneeded[0]
             owners = _owners(list(at.values()), consumer)
             most = max(owners, key=owners.count)
             if owners.count(most) > 1:

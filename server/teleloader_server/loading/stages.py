@@ -126,6 +126,10 @@ class Batch:
         self.seconds[self._running] += now - self._since
         self._since = now
 
+    def omit_time(self) -> None:
+        """Do not count the time since the last call of `count_time`, because it is no property of this batch."""
+        self._since = time.perf_counter()
+
 
 class Stage(ABC):
     """Base class of loading stages, which read and set attributes of a `Batch`.
@@ -173,11 +177,11 @@ class Fetch(Stage):
             batch.state = found.state(found.number(task))
             return
         if task.spec.packing is not None:
-            plan = self._plan_of(hosted, task)
+            plan = self._plan_of(batch)
             batch.pieces, batch.padding = plan.pieces(task.batch_id.batch), plan.padding(task.batch_id.batch)
             batch.indices = batch.pieces.distinct
         elif not batch.has_indices:
-            batch.indices, batch.padding = self._indices(hosted, task)
+            batch.indices, batch.padding = self._indices(batch)
         if task.spec.batch_of == "lengths":
             return
         epoch = task.batch_id.epoch
@@ -197,8 +201,9 @@ class Fetch(Stage):
             self._generators.clear()  # the dataset may have replaced its own, also as a source of mixtures
         self._epochs[hosted.info.name] = epoch
 
-    def _indices(self, hosted: HostedDataset, task: Task) -> tuple[Indices, int]:
+    def _indices(self, batch: Batch) -> tuple[Indices, int]:
         """Return the indices of a batch, and the number of padding indices among them."""
+        task, hosted = batch.task, batch.hosted
         if task.indices is not None:
             listed = index_lists.read(task.indices, single=task.spec.batch_size is None)
             if hosted.indices == "integers":
@@ -206,13 +211,16 @@ class Fetch(Stage):
             return listed, 0
         if task.spec.order == "client":
             raise RuntimeError(f"cannot load {task.batch_id}: its index list is missing. This is a bug in the server")
-        plan = self._plan_of(hosted, task)
+        plan = self._plan_of(batch)
         return plan[task.batch_id.batch], plan.padding(task.batch_id.batch)
 
-    def _plan_of(self, hosted: HostedDataset, task: Task) -> Plan:
+    def _plan_of(self, batch: Batch) -> Plan:
+        task = batch.task
         if task.spec.required_lengths is None:
             return self._plan(task.spec, task.length, task.batch_id.epoch, None)
-        return self._plan_of_lengths(task.spec, task.length, task.batch_id.epoch, hosted.lengths)
+        plan = self._plan_of_lengths(task.spec, task.length, task.batch_id.epoch, batch.hosted.lengths)
+        batch.omit_time()  # the epoch may have been prepared
+        return plan
 
     def _fetch(self, hosted: HostedDataset, task: Task, indices: Indices) -> tuple[list[Any], Substitutes | None]:
         if not self._context.seeds or sys.modules.get("torch") is not None:
