@@ -208,9 +208,11 @@ def check_mixture(seed: int | None, *, sampler: object) -> None:
         ValueError: If `seed` is None, or a sampler is given.
     """
     if sampler is not None:
-        raise ValueError("sampler and batch_sampler exclude a Mixture: its weights determine the order")
+        raise ValueError(
+            "a Mixture excludes sampler and batch_sampler, because its weights determine the order: omit them"
+        )
     if seed is None:
-        raise ValueError("a Mixture requires seed=: its order is computed from the seed")
+        raise ValueError("a Mixture requires seed=, such as seed=0: its order is computed from the seed")
 
 
 def check_lengths_order(name: str, seed: int | None, *, sampler: object, iterable: bool, mixture: bool) -> None:
@@ -227,13 +229,16 @@ def check_lengths_order(name: str, seed: int | None, *, sampler: object, iterabl
         ValueError: If `seed` is None, a sampler is given, or the dataset is iterable-style or a `Mixture`.
     """
     if mixture:
-        raise ValueError(f"{name} excludes a Mixture: its weights determine the batches")
+        raise ValueError(f"{name} excludes a Mixture, whose weights determine the batches: pass a RemoteDataset")
     if iterable:
-        raise ValueError(f"{name} requires a map-style dataset: an iterable-style dataset determines its batches")
+        raise ValueError(
+            f"{name} requires a map-style dataset, because an iterable-style dataset determines its order: omit "
+            f"{name}, or define __getitem__ and __len__ in the dataset"
+        )
     if sampler is not None:
-        raise ValueError(f"{name} excludes sampler and batch_sampler: the lengths determine the batches")
+        raise ValueError(f"{name} excludes sampler and batch_sampler: the lengths determine the batches. Omit them")
     if seed is None:
-        raise ValueError(f"{name} requires seed=: the order is computed from the seed")
+        raise ValueError(f"{name} requires seed=, such as seed=0: the order is computed from the seed")
 
 
 def check_token_batches(batch_size: int | None, *, drop_last: object) -> None:
@@ -244,8 +249,8 @@ def check_token_batches(batch_size: int | None, *, drop_last: object) -> None:
     """
     if batch_size != 1 or drop_last:
         raise ValueError(
-            "max_tokens is mutually exclusive with batch_size and drop_last: it determines the sizes of the batches, "
-            f"got batch_size={batch_size} and drop_last={drop_last}"
+            f"max_tokens excludes batch_size={batch_size} and drop_last={drop_last}, because it determines the sizes "
+            "of the batches: omit both"
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from teleloader_shared.checks import check_digest, check_whole
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.text import short
 
@@ -15,7 +15,6 @@ MAX_WINDOWS: Final = 2**20
 """Maximum windows in an epoch with `max_tokens`: the preparation stores 8 bytes per window."""
 MAX_TOKENS: Final = 2**40
 """Maximum length of a sample, and of a batch with its padding: products of lengths and counts fit into 64 bits."""
-_DIGEST: Final = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +71,3 @@ class BalanceSpec:
         raise InvalidSpec(
             f"balance must be null or an object with lengths, window, group and max_tokens, got {short(fields)}"
         )
-
-
-def check_digest(name: str, value: object) -> None:
-    """Check that a value is the digest of lengths.
-
-    Raises:
-        InvalidSpec: If it is not; the message contains the name and the value.
-    """
-    if not isinstance(value, str) or _DIGEST.fullmatch(value) is None:
-        raise InvalidSpec(f"{name} must be a digest of 32 hexadecimal digits, got {short(value)}")
-
-
-def check_whole(name: str, value: object, low: int, high: int) -> None:
-    """Check that a value is an integer in [low, high].
-
-    Raises:
-        InvalidSpec: If it is not; the message contains the name and the value.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidSpec(f"{name} must be an integer in [{low}, {high}], got {short(value)}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from teleloader_shared.balance import MAX_WINDOW, check_digest, check_whole
+from teleloader_shared.balance import MAX_WINDOW
+from teleloader_shared.checks import check_digest, check_whole
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.text import short
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 from teleloader_shared.balance import BalanceSpec
+from teleloader_shared.checks import check_whole
 from teleloader_shared.errors import InvalidSpec
 from teleloader_shared.packing import PackingSpec
+from teleloader_shared.text import short
 from teleloader_shared.units import counted
 from teleloader_shared.weights import MixtureSpec
 
@@ -121,27 +122,27 @@ class LoaderSpec:
     def __post_init__(self) -> None:
         """Validate all fields."""
         if not isinstance(self.dataset, str) or not self.dataset:
-            raise InvalidSpec(f"dataset must be the name of a hosted dataset, got {_shown(self.dataset)}")
+            raise InvalidSpec(f"dataset must be the name of a hosted dataset, got {short(self.dataset)}")
         if self.fingerprint is not None and not isinstance(self.fingerprint, str):
-            raise InvalidSpec(f"fingerprint must be a string or null, got {_shown(self.fingerprint)}")
+            raise InvalidSpec(f"fingerprint must be a string or null, got {short(self.fingerprint)}")
         _optional("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
         _optional("shuffle_buffer_size", self.shuffle_buffer_size, 1, MAX_SHUFFLE_BUFFER)
-        _whole("seed", self.seed, 0, 2**64 - 1)
-        _whole("world_size", self.world_size, 1, MAX_WORLD_SIZE)
-        _whole("rank", self.rank, 0, self.world_size - 1)
+        check_whole("seed", self.seed, 0, 2**64 - 1)
+        check_whole("world_size", self.world_size, 1, MAX_WORLD_SIZE)
+        check_whole("rank", self.rank, 0, self.world_size - 1)
         for name in ("shuffle", "drop_last", "checksum", "in_process"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidSpec(f"{name} must be true or false, got {_shown(getattr(self, name))}")
+                raise InvalidSpec(f"{name} must be true or false, got {short(getattr(self, name))}")
         if self.batch_size is None and self.drop_last:
             raise InvalidSpec("drop_last requires batch_size: set batch_size, or drop_last=False")
         _choice("order", self.order, get_args(Order))
-        _whole("num_workers", self.num_workers, 0, MAX_PRIVATE_WORKERS)
-        _whole("resumed_epoch", self.resumed_epoch, 0, MAX_EPOCH - 1)
+        check_whole("num_workers", self.num_workers, 0, MAX_PRIVATE_WORKERS)
+        check_whole("resumed_epoch", self.resumed_epoch, 0, MAX_EPOCH - 1)
         if self.shard_states is not None:
             object.__setattr__(self, "shard_states", _states(self.shard_states, self.shards))
         if self.delivered is not None and not (isinstance(self.delivered, str) and len(self.delivered) <= MAX_STATES):
             raise InvalidSpec(
-                f"delivered must be null or a string of up to {MAX_STATES:,} characters, got {_shown(self.delivered)}"
+                f"delivered must be null or a string of up to {MAX_STATES:,} characters, got {short(self.delivered)}"
             )
         self._check_mixture()
         self._check_balance()
@@ -151,7 +152,7 @@ class LoaderSpec:
         _choice("compression", self.compression, (None, *get_args(Compression)))
         _choice("on_error", self.on_error, get_args(OnError))
         _choice("batch_of", self.batch_of, get_args(BatchOf))
-        _whole("error_retries", self.error_retries, 0, MAX_ERROR_RETRIES)
+        check_whole("error_retries", self.error_retries, 0, MAX_ERROR_RETRIES)
         if self.on_error == "skip" and self.batch_size is None:
             raise InvalidSpec('on_error="skip" requires batch_size: set batch_size, or on_error="replace"')
 
@@ -271,7 +272,7 @@ class LoaderSpec:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = next((name for name in fields if name not in known), None)
         if unknown is not None:
-            raise InvalidSpec(f"unknown field {_shown(unknown)} in the loader spec: expected one of {', '.join(known)}")
+            raise InvalidSpec(f"unknown field {short(unknown)} in the loader spec: expected one of {', '.join(known)}")
         if "dataset" not in fields:
             raise InvalidSpec("missing field 'dataset' in the loader spec: GET /v1/datasets lists the hosted datasets")
         return cls(**fields)
@@ -309,40 +310,27 @@ _EXCLUDED_BY_PACKING: Final = {
     "collate": "the documents are packed in its place. Remove collate_fn, and tokenize the documents in the dataset",
     "on_error": 'another document has another length. Use on_error="raise", and handle the exception in the dataset',
 }
-_REPR: Final = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
-
-
-def _shown(value: object) -> str:
-    """Format a received value for an error message, with limited length and nesting depth."""
-    return _REPR.repr(value)
-
-
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    # bool is a subclass of int, but a batch size of True is a mistake
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidSpec(f"{name} must be an integer in [{low}, {high}], got {_shown(value)}")
 
 
 def _optional(name: str, value: object, low: int, high: int) -> None:
     if value is not None:
-        _whole(name, value, low, high)
+        check_whole(name, value, low, high)
 
 
 def _name(field: str, value: object) -> None:
     if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
-        raise InvalidSpec(f"{field} must be null or a string of 1 to {MAX_NAME} characters, got {_shown(value)}")
+        raise InvalidSpec(f"{field} must be null or a string of 1 to {MAX_NAME} characters, got {short(value)}")
 
 
 def _states(value: object, count: int) -> tuple[str | None, ...]:
     """Return validated shard states as a tuple, so that the spec is hashable."""
     if not isinstance(value, list | tuple) or len(value) != count:
-        raise InvalidSpec(f"shard_states must be null or a list of length {count}, got {_shown(value)}")
+        raise InvalidSpec(f"shard_states must be null or a list of length {count}, got {short(value)}")
     limit = MAX_STATES // count
     if not all(state is None or (isinstance(state, str) and len(state) <= limit) for state in value):
         raise InvalidSpec(
             f"shard_states must contain nulls or strings of up to {limit:,} characters ({MAX_STATES:,} for all "
-            f"{counted(count, 'shard')}), got {_shown(value)}"
+            f"{counted(count, 'shard')}), got {short(value)}"
         )
     return tuple(value)
 
@@ -350,4 +338,4 @@ def _states(value: object, count: int) -> tuple[str | None, ...]:
 def _choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
         known = ", ".join(json.dumps(choice) for choice in choices)
-        raise InvalidSpec(f"{name} must be one of {known}, got {_shown(value)}")
+        raise InvalidSpec(f"{name} must be one of {known}, got {short(value)}")

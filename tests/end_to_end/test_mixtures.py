@@ -278,7 +278,7 @@ def test_invalid_mixtures_are_refused() -> None:
     weights = {"web": 1, "code": 1}
     with pytest.raises(ValueError, match="a Mixture requires seed="):
         DataLoader(Mixture(objects, weights), batch_size=8)
-    with pytest.raises(ValueError, match="exclude a Mixture"):
+    with pytest.raises(ValueError, match="a Mixture excludes sampler"):
         DataLoader(Mixture(objects, weights), sampler=[1, 2])
     with pytest.raises(TypeError, match=r"must be a mapping from names to datasets, such as .*, got list"):
         Mixture([[1], [2]], {"web": 1})  # type: ignore[arg-type]
