@@ -676,11 +676,10 @@ class DataLoader(Generic[Batch]):
 
         In seeded order, the state is about 120 bytes of JSON and counts the samples of all ranks. It is therefore the
         same on all ranks, except for the failed samples (``on_error``) and batches of each rank, and can be loaded with
-        another number of ranks if ``batch_size * world_size`` divides the count. With a client-side sampler it also has
-        the random state from which the epoch's order was drawn (10 KB); with an iterable-style dataset, the position
-        and the state of each shard. With persistent workers, if the training loop ended the previous epoch early (with
-        ``break``), this method waits for the first batch of each shard. The frame of this batch contains the state of
-        the shard.
+        another number of ranks, see `load_state_dict`. With a client-side sampler it also has the random state from
+        which the epoch's order was drawn (10 KB); with an iterable-style dataset, the position and the state of each
+        shard. With persistent workers, if the training loop ended the previous epoch early (with ``break``), this
+        method waits for the first batch of each shard. The frame of this batch contains the state of the shard.
 
         Raises:
             StateMismatch: If the state of an iterable-style dataset cannot be saved; the message names the value.
@@ -708,6 +707,11 @@ class DataLoader(Generic[Batch]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position.
+
+        In seeded order, the state of a loader with another number of ranks can be loaded if ``batch_size * world_size``
+        divides its count: of samples, or of sequences with `packing`. With `balance`, this product and `window` must be
+        the same in both loaders; with `max_tokens`, `group` must be the same, and ``world_size`` must divide the count
+        of batches of all ranks.
 
         In seeded order, with `prefetch_next_epoch`, prefetching starts immediately, for the current rank. With `device`
         or `pin_memory`, this requires that the process already uses the accelerator.
