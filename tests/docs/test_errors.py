@@ -614,6 +614,13 @@ def _(server: ServerProcess) -> str:
     return raised_by(lambda: list(loader))
 
 
+@meets("Shuffle buffer too large")
+def _(start_server: StartServer) -> str:
+    server = start_server(f"{DATA}stream", "--max-worker-memory", "1MiB")
+    options: dict[str, Any] = {"shuffle_buffer_size": 10_000, "seed": 7, "output": "numpy"}
+    return raised_by(lambda: list(DataLoader(RemoteDataset(server.url, "stream"), 8, num_workers=1, **options)))
+
+
 @meets("Batch whose workers die")
 def _(server: ServerProcess) -> str:
     return epoch_of(server, "deadly")
