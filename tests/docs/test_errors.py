@@ -731,7 +731,7 @@ def _() -> str:
 
 @meets("Ranks of a device mesh at different positions")
 def _() -> str:
-    announced = Announcement("key", "arguments", 2, 40, keeps_dataset=False, continues_dataset=False)
+    announced = Announcement("key", "arguments", 2, 40, 80, 80, keeps_dataset=False, continues_dataset=False)
     return raised_by(lambda: announced.check("arguments", 0, 0, leader=0))
 
 
