@@ -31,7 +31,7 @@ from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Arena
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.messages import CURRENT_SAMPLE, CURRENT_TASK, REVOKED, STACK_SIGNAL, decode, encode
-from teleloader_server.workers.procfs import CpuWait, resident_bytes
+from teleloader_server.workers.procfs import CpuWait, anonymous_bytes
 from teleloader_server.workers.results import Results
 from teleloader_shared.codec import BatchId, Substituted, frame_size
 from teleloader_shared.orders.seeding import derive_seed
@@ -345,10 +345,10 @@ class Worker:
             self._send(messages.Progress(None if has_just_begun else replayed))
 
     def _check_memory(self) -> None:
-        resident = resident_bytes(self._pid)
-        if resident > self._max_memory:
+        used = anonymous_bytes()  # batches in shared memory count towards the memory budget
+        if used > self._max_memory:
             raise MemoryError(
-                f"worker {self._number} (pid {self._pid}) has {resident / 2**20:,.0f} MiB of resident memory, and the "
+                f"worker {self._number} (pid {self._pid}) has {used / 2**20:,.0f} MiB of resident memory, and the "
                 f"limit is {self._max_memory / 2**20:,.0f} MiB (--max-worker-memory)"
             )
 
