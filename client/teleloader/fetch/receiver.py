@@ -55,6 +55,8 @@ class Receiver:
         stays: bool,
     ) -> None:
         self.key = options.key
+        self.requests = scheduler
+        """Scheduler of the requests to servers."""
         self._options = options
         self._servers = dataset.servers
         self._subset = replace(options.spec, fingerprint=None).key
@@ -69,7 +71,7 @@ class Receiver:
             [server.url for server in group],
             measures,
             MEMORY_LIMIT_FACTOR * options.max_batch_bytes,
-            complete=options.spec.order != "client",
+            complete=options.spec.order != "client" and options.compute_stop is None,
             stays=stays,
         )
         with self.reorder_buffer.changed:  # the scheduler must know all servers before the first request
@@ -136,6 +138,8 @@ class Receiver:
             False if prefetching the epoch has failed; the receiver must be closed.
         """
         buffer = self.reorder_buffer
+        if not buffer.await_end():
+            return False
         with buffer.lock:
             if not buffer.begin():
                 return False

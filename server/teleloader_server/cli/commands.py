@@ -278,7 +278,8 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 )  # fmt: skip
 @click.option(
     "--max-worker-memory", default=0, show_default="never", type=Size(),
-    help="Replace a worker when its resident memory, including shared pages, exceeds this size.",
+    help="Replace a worker when its resident memory, including shared pages, exceeds this size. A shard of an "
+    "iterable-style dataset with a shuffle buffer fails instead.",
 )  # fmt: skip
 @click.option(
     "--limit", "limits", multiple=True, type=Limit(), metavar="NAME=VALUE",

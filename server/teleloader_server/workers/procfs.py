@@ -51,6 +51,12 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
+def anonymous_bytes() -> int:
+    """Return the resident memory of this process in bytes, without shared memory and files."""
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 def is_stopped(pid: int) -> bool:
     """Return True if a process is stopped by a signal (SIGSTOP, SIGTSTP); False if it is traced or has exited."""
     try:
