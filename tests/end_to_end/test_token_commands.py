@@ -217,8 +217,9 @@ def test_a_failure_leaves_both_files_as_they_were(file: Path, tmp_path: Path, mo
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full_disk)
-    with pytest.raises(click.UsageError, match="No space left on device"):
+    with pytest.raises(click.ClickException, match="No space left on device") as failed:
         token_commands.token(["rotate", "ops", "--file", str(file), "--out", str(out)], standalone_mode=False)
+    assert failed.value.exit_code == 1
     assert (file.read_text(), out.read_text()) == (WRITTEN_BY_HAND, "as it was")
     assert sorted(tmp_path.iterdir()) == [out, file]
 
