@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from teleloader.tensors.memory import HostBuffers
 from teleloader_shared.histogram import Histogram
@@ -56,7 +57,7 @@ class LoaderStats:
     errors: int
     """Samples of the epoch that were skipped or replaced (``on_error``), including those before a saved state."""
 
-    def postfix(self) -> dict[str, float]:
+    def postfix(self) -> dict[str, Any]:
         """Return the figures for a progress bar: ``bar.set_postfix(loader.stats().postfix())`` with tqdm.
 
         The keys are identifiers, so that they can also be the fields of a task of ``rich.progress``:

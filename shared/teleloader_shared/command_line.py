@@ -16,7 +16,6 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import click
 
-from teleloader_shared.exit_codes import EXIT_INTERRUPTED
 from teleloader_shared.text import did_you_mean
 from teleloader_shared.version import VERSION
 
@@ -69,13 +68,6 @@ class CommandGroup(click.Group):
             raise click.UsageError(f"unknown command {args[0]!r}. {hint}", ctx)
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a subcommand; after Ctrl-C, exit without the message of click."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            return ctx.exit(EXIT_INTERRUPTED)
-
 
 def write_commands(formatter: click.HelpFormatter, title: str, commands: Mapping[str, str]) -> None:
     """Write a section of a help text.
@@ -90,19 +82,21 @@ def write_commands(formatter: click.HelpFormatter, title: str, commands: Mapping
 
 
 def run(command: click.Command, prog_name: str) -> NoReturn:
-    """Run a command with the arguments of the process, and exit.
+    """Run a command with the arguments of the process, and exit; errors of click are printed to stderr.
 
-    Errors of click are printed to stderr. In contrast to click's own standalone mode, Ctrl-C and a broken pipe raise
-    their exceptions, which `quiet_exits` converts to exit codes.
+    In contrast to `click.Command.main`, Ctrl-C and a broken pipe raise their exceptions, for `quiet_exits`.
     """
+    if f"_{prog_name.replace('-', '_').upper()}_COMPLETE" in os.environ:
+        command.main(prog_name=prog_name)  # completes an argument for the shell, and exits
     try:
-        code = command.main(prog_name=prog_name, standalone_mode=False)
+        with command.make_context(prog_name, sys.argv[1:]) as context:
+            command.invoke(context)
+    except click.exceptions.Exit as end:
+        sys.exit(end.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except click.Abort:
-        raise KeyboardInterrupt from None
-    sys.exit(code)
+    sys.exit(0)
 
 
 def as_json(command: _Command) -> _Command:
@@ -132,10 +126,10 @@ def versions(program: str) -> str:
     """Return the versions of a program, Python, the platform and the installed dependencies, one per line."""
     names = {name[0].lower() for each in metadata.requires("teleloader") or () if (name := _NAME.match(each))}
     found = {program: VERSION, "Python": platform.python_version(), "platform": platform.platform()}
-    for name in sorted(names - {"teleloader"}):
+    for package in sorted(names - {"teleloader"}):
         try:
-            found[name] = metadata.version(name)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue  # of an extra that is not installed
     width = max(map(len, found))
-    return "\n".join(f"{name:<{width}} {version}" for name, version in found.items())
+    return "\n".join(f"{each:<{width}} {version}" for each, version in found.items())

@@ -23,7 +23,7 @@ from tests.launcher import can_launch, launch
 TOOLS = "from teleloader.cli import main; main()"
 SERVER = "from teleloader_server.cli import main; main()"
 
-_ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|.)")
+ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|.)")
 
 
 class Done(NamedTuple):
@@ -80,7 +80,7 @@ class Terminal:
     @property
     def text(self) -> str:
         """Output without escape sequences."""
-        return _ESCAPE.sub("", self.raw).replace("\r", "")
+        return ESCAPE.sub("", self.raw).replace("\r", "")
 
     def await_text(self, pattern: str) -> re.Match[str]:
         """Wait until the output contains a text."""

@@ -98,20 +98,21 @@ def _interactive(
         Live(
             Text("connecting ..."), console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
         ) as live,
-        _keys() as next_key,
+        _keys() as next_keys,
     ):
         drawn = console.size
-        while (key := next_key()) != "q":
+        while "q" not in (keys := next_keys()):
             found = None if arrived.empty() else arrived.get()
             if isinstance(found, ServerUnavailable):
                 live.update(unavailable(found), refresh=True)
                 continue
             if isinstance(found, Exception):
                 raise found
-            if (found is None and not key and console.size == drawn) or not (readings := found or readings):
+            if (found is None and not keys and console.size == drawn) or not (readings := found or readings):
                 continue
             state = state or State(view, chosen_order(view, sort, readings, reverse=reverse))
-            state = state.after(key, readings)
+            for key in keys:
+                state = state.after(key, readings)
             live.update(_screen(console, source, readings, state), refresh=True)
             drawn = console.size
 
@@ -153,32 +154,30 @@ def _headline(readings: Sequence[Reading]) -> Text:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """Yield a function that returns the next key, or "" if none is pressed within `KEY_TIMEOUT_S`."""
-    try:
-        import termios
-        import tty
-    except ModuleNotFoundError:  # Windows
-        is_terminal = False
-    else:
-        is_terminal = sys.stdin.isatty()
-    if not is_terminal:
-        yield _no_key
+    """Yield a function that returns the next keys, or "" if none is pressed within `KEY_TIMEOUT_S`."""
+    if sys.platform == "win32" or not sys.stdin.isatty():
+        yield _no_keys
         return
+    import termios
+    import tty
+
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
-        yield _next_key
+        yield _next_keys
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _no_key() -> str:
+def _no_keys() -> str:
     time.sleep(KEY_TIMEOUT_S)
     return ""
 
 
-def _next_key() -> str:
+def _next_keys() -> str:
     if not select.select([sys.stdin], [], [], KEY_TIMEOUT_S)[0]:
         return ""
-    text = os.read(sys.stdin.fileno(), 8).decode(errors="replace")
-    return _ARROWS.get(text, text[:1])
+    text = os.read(sys.stdin.fileno(), 64).decode(errors="replace")
+    for sequence, key in _ARROWS.items():
+        text = text.replace(sequence, key)
+    return text
