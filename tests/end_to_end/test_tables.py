@@ -92,13 +92,13 @@ def test_a_table_fits_the_screen_and_keeps_numbers_and_identity(width: int) -> N
     assert ("size" in rows[0].split()) == ("89,012,345 bytes" in rows[1])
     hidden = [column.title for column in COLUMNS if column.title not in rows[0].split()]
     said = " ".join(" ".join(lines[1 + len(ROWS) :]).split())
-    assert said == (f"hidden: {', '.join(hidden)} (wider terminal, or --output json)" if hidden else "")
+    assert said == (f"hidden columns: {', '.join(hidden)} (use a wider terminal, or --output json)" if hidden else "")
 
 
 def test_columns_are_hidden_by_rank() -> None:
     """The column of the highest rank is hidden first."""
-    hidden = [re.findall(r"hidden: ([\w, ]+?) \(", " ".join(drawn(width))) for width in range(140, 24, -1)]
-    assert list(dict.fromkeys(each[0] for each in hidden if each)) == ["size", "size, note"]
+    hints = ["".join("".join(drawn(width)).split()).partition("hiddencolumns:")[2] for width in range(140, 24, -1)]
+    assert list(dict.fromkeys(hint.partition("(")[0] for hint in hints)) == ["", "size", "size,note"]
 
 
 def test_shortened_names_keep_their_end() -> None:
@@ -134,15 +134,13 @@ def test_a_terminal_shows_what_identifies_each_row(columns: int, command: str, f
         for consumer in CONSUMERS:
             assert any(line.startswith(f"{consumer.consumer} ") and " train " in line for line in lines)
     if columns == 80 and command != "datasets":
-        assert any(
-            line.startswith("hidden: ") and line.endswith("(wider terminal, or --output json)") for line in lines
-        )
+        assert any(line.startswith("hidden columns: ") for line in lines)
 
 
 def test_a_pipe_shows_all_columns(figures: MadeUpServer) -> None:
     """The output of a pipe has no width."""
     for command in ("stats", "datasets", "workers"):
-        assert "hidden:" not in piped(TOOLS, command, figures.url).out
+        assert "hidden columns" not in piped(TOOLS, command, figures.url).out
 
 
 # -- datasets and workers
@@ -288,7 +286,7 @@ def test_top_reports_an_error_that_a_retry_does_not_resolve() -> None:
 
 def test_top_without_a_terminal_appends_tables_or_lines(figures: MadeUpServer) -> None:
     """Each line of JSON is a list of sorted records."""
-    for arguments, pattern in (([], r"^\d\d:\d\d:\d\d, 1 server, "), (["-o", "json"], r"^\[\{.*\}\]$")):
+    for arguments, pattern in (([], r"^\d\d:\d\d:\d\d, 4 workers, "), (["-o", "json"], r"^\[\{.*\}\]$")):
         command = [sys.executable, "-c", TOOLS, "top", figures.url, "--interval", "0.5", *arguments]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
             assert running.stdout is not None

@@ -110,10 +110,18 @@ def _sort_key(column: Column, record: Any) -> Any:
     return column.key(record) if column.key is not None else str(column.cell(record)).casefold()
 
 
-def table(columns: Iterable[Column], records: Iterable[Any], width: int = PIPE_WIDTH) -> Group:
+def table(
+    columns: Iterable[Column], records: Iterable[Any], width: int = PIPE_WIDTH, notes: Sequence[Text] = ()
+) -> Group:
     """Create a borderless table that fits into `width` characters, and a line with the titles of hidden columns.
 
     Numbers are never shortened: the least important columns are hidden instead.
+
+    Args:
+        columns: Columns of the table.
+        records: One record per row.
+        width: Width of the screen in characters.
+        notes: Lines below the table.
     """
     every, rows = list(columns), list(records)
     cells = {column: [_printable_cell(column.cell(record)) for record in rows] for column in every}
@@ -126,7 +134,7 @@ def table(columns: Iterable[Column], records: Iterable[Any], width: int = PIPE_W
         made.add_column(_printable_cell(column.title), justify=side, no_wrap=True, width=widths[column])
     for row in range(len(rows)):
         made.add_row(*(_shortened_cell(cells[column][row], column, widths[column]) for column in shown))
-    return Group(made, *_hint([column.title for column in every if column not in shown and column.title]))
+    return Group(made, *notes, *_hint([column.title for column in every if column not in shown and column.title]))
 
 
 def _fitted(
@@ -160,7 +168,7 @@ def _fitted(
 def _hint(hidden: Sequence[str]) -> list[RenderableType]:
     if not hidden:
         return []
-    return [Text(f"hidden: {', '.join(hidden)} (wider terminal, or --output json)", "dim")]
+    return [Text(f"hidden columns: {', '.join(hidden)} (use a wider terminal, or --output json)", "dim")]
 
 
 def _width(cell: Text | ProgressBar) -> int:

@@ -305,7 +305,7 @@ def shown_together(readings: Sequence[Reading], problems: Sequence[str], stats: 
 def _page(stats: Stats, headline: Sequence[Text], middle: Group, width: int, notes: Sequence[Text] = ()) -> Group:
     parts: list[RenderableType] = [*headline, Text(), *sentences(stats), *notes, Text()]
     if stats.consumers:
-        parts += [consumers_table(stats.consumers, width), *_omitted(stats), Text()]
+        parts += [consumers_table(stats, width), Text()]
     parts += [middle, Text(), datasets_table(stats.datasets, width), *_errors(stats)]
     return Group(*parts)
 
@@ -416,9 +416,9 @@ CONSUMER_COLUMNS: Final = (
 """Columns of the table of consumers."""
 
 
-def consumers_table(consumers: Sequence[ConsumerStats], width: int) -> Group:
+def consumers_table(stats: Stats, width: int) -> Group:
     """Create a table of consumers, with their epoch progress and their bottlenecks."""
-    return table(CONSUMER_COLUMNS, consumers, width)
+    return table(CONSUMER_COLUMNS, stats.consumers, width, _omitted(stats))
 
 
 def _bar(found: ConsumerStats) -> ProgressBar | str:

@@ -142,7 +142,7 @@ def _headline(readings: Sequence[Reading]) -> Text:
     found = total(readings)
     parts = (
         time.strftime("%H:%M:%S"),
-        counted(len(readings), "server"),
+        *([counted(len(readings), "server")] if len(readings) > 1 else []),
         counted(found.server.num_workers, "worker"),
         counted(found.consumers_total, "consumer"),
         f"{number(found.server.batches_per_second)} batches/s",

@@ -77,7 +77,7 @@ class View:
             for column in self.columns(readings, width)
         ]
         omitted = [] if most is None or len(rows) <= most else [Text(f"... and {len(rows) - most:,} more", "dim")]
-        return Group(table(columns, rows[:most], width), *omitted, *self.legend(readings, width))
+        return Group(table(columns, rows[:most], width, omitted), *self.legend(readings, width))
 
 
 class _WorkerRow(NamedTuple):
