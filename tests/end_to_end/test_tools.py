@@ -143,7 +143,7 @@ def test_stats_shows_what_the_server_says(figures: tuple[MadeUpServer, str]) -> 
         "trainer-0 train 0/1 2",
         "30 % 12.5 6.25 MiB 62 % loader-bound 480 MiB 1 0",
         "0 5000 busy batch 12 of epoch 0 of train 250 ms 93 % 1,234 0 120 MiB -",
-        "train 50,000 4,000 25 ms / 80 ms / 120 ms 2 ms / 4 ms / 6 ms 400 us / 900 us / 1 ms 4,000 3",
+        "train map 50,000 4,000 25 ms / 80 ms / 120 ms 2 ms / 4 ms / 6 ms 400 us / 900 us / 1 ms 4,000 3",
         "train: ValueError (3x, last 5 s ago): sample 17 is damaged",
     ):
         assert shown in out
@@ -307,7 +307,7 @@ def test_a_terminal_is_not_too_narrow_for_the_figures(columns: int, figures: tup
         assert screen.wait() == 0
     lines = screen.text.splitlines()
     assert max(map(len, lines)) <= columns
-    assert any(line.endswith("12.5 6.25 MiB  62 % loader-bound") for line in map(str.rstrip, lines))
+    assert any("12.5 6.25 MiB  62 % loader-bound" in line for line in lines)
     assert any("250 ms 93 %   1,234        0 120 MiB" in line for line in lines)
     assert any("rank17#0 " in line for line in lines), "the end of a name tells which it is"
     assert "25 ms / 80 ms 2 ms / 4 ms 400 us / 900 us" in " ".join(screen.text.split())
@@ -435,7 +435,7 @@ def test_peek_at_a_batch_that_is_an_error(hosting: ServerProcess) -> None:
 def test_peek_debugs_only_where_the_server_allows_it(hosting: ServerProcess, start_server: StartServer) -> None:
     """With --debug on both sides, the server's own process loads, without workers."""
     refused = tool("peek", hosting.url, "failing", "17", "--debug")
-    assert (refused.code, refused.out) == (1, "")
+    assert (refused.code, refused.out) == (2, "")
     assert "start the server with --debug" in refused.err
     server = start_server(HOSTED + "failing", "--debug")
     assert "in the loader server" in tool("peek", server.url, "failing", "17", "--debug").out
