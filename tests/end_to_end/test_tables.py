@@ -76,9 +76,9 @@ ROWS = [Row("a-rather-long-name-of-a-consumer", 1_234_567, 89_012_345, "first wo
 
 def drawn(width: int) -> list[str]:
     """Return the lines of the table on a screen of this width."""
-    console = Console(width=width, file=io.StringIO())
-    console.print(table(COLUMNS, ROWS, width))
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    printed = io.StringIO()
+    Console(width=width, file=printed).print(table(COLUMNS, ROWS, width))
+    return printed.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("width", range(24, 140, 3))
