@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 import click
@@ -30,11 +31,7 @@ class ServerGroup(CommandGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command.
-
-        Raises:
-            click.ClickException: If a package that the command requires is not installed.
-        """
+        """Import a command; exit with an installation hint if a package that it requires is not installed."""
         try:
             if cmd_name == "token":  # needs none of the slow imports
                 from teleloader_server.cli.token_commands import token
@@ -47,9 +44,9 @@ class ServerGroup(CommandGroup):
             from teleloader_server.cli.commands import check, server
         except ModuleNotFoundError as error:
             extra = "ray" if cmd_name == "ray" else "server"
-            raise click.ClickException(
+            sys.exit(
                 f"teleloader-server requires {error.name}, which is not installed: pip install 'teleloader[{extra}]'"
-            ) from None
+            )
         return {"check": check, _HOST: server}.get(cmd_name)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
