@@ -92,7 +92,7 @@ def test_a_table_fits_the_screen_and_keeps_numbers_and_identity(width: int) -> N
     assert ("size" in rows[0].split()) == ("89,012,345 bytes" in rows[1])
     hidden = [column.title for column in COLUMNS if column.title not in rows[0].split()]
     said = " ".join(" ".join(lines[1 + len(ROWS) :]).split())
-    assert said == (f"hidden columns: {', '.join(hidden)} (use a wider terminal, or --output json)" if hidden else "")
+    assert said == (f"hidden columns: {', '.join(hidden)} (wider terminal or -o json)" if hidden else "")
 
 
 def test_columns_are_hidden_by_rank() -> None:
@@ -127,7 +127,7 @@ def test_a_terminal_shows_what_identifies_each_row(columns: int, command: str, f
     if command in ("stats", "datasets"):
         assert all(any(line.startswith(f"{name} ") for line in lines) for name in ("train", "stream", "validation"))
     if command in ("stats", "workers"):
-        assert any({"worker", "state", "busy"} <= {word.strip("▲▼") for word in header} for header in headers)
+        assert any({"worker", "state", "busy"} <= set(header) for header in headers)
     if command == "stats":
         header = next(header for header in headers if header[:1] == ["consumer"])
         assert {"dataset", "progress", "batches/s", "waits", "bottleneck"} <= set(header)

@@ -153,10 +153,13 @@ def _fitted(
     while free() < 0 and (hideable := [column for column in shown if column.rank]):
         shown.remove(max(reversed(hideable), key=lambda column: column.rank))
     widths = dict(least)
-    # names receive the remaining characters first; if there are too few, the widest one is shortened further
-    for column in sorted((column for column in shown if column.is_words), key=lambda column: column.rank):
-        more = min(natural[column] - least[column], free() - sum(widths[each] - least[each] for each in shown))
-        widths[column] += max(more, 0)
+    # the remaining characters: first to the columns of the lowest rank, and among these to the narrowest one
+    for _ in range(free()):
+        narrow = [column for column in shown if widths[column] < natural[column]]
+        if not narrow:
+            break
+        widths[min(narrow, key=lambda column: (column.rank, widths[column]))] += 1
+    # too few characters even for the columns that are always shown
     while sum(widths[column] + 1 for column in shown) - 1 > width:
         longest = max((column for column in shown if column.is_words), key=lambda column: widths[column], default=None)
         if longest is None or widths[longest] <= 1:
@@ -168,7 +171,7 @@ def _fitted(
 def _hint(hidden: Sequence[str]) -> list[RenderableType]:
     if not hidden:
         return []
-    return [Text(f"hidden columns: {', '.join(hidden)} (use a wider terminal, or --output json)", "dim")]
+    return [Text(f"hidden columns: {', '.join(hidden)} (wider terminal or -o json)", "dim")]
 
 
 def _width(cell: Text | ProgressBar) -> int:

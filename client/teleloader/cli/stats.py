@@ -233,7 +233,7 @@ def watch(source: Source, interval: float, *, as_json: bool) -> None:
     during a restart, the request is retried.
     """
     console = results_console()
-    if as_json or not console.is_terminal:
+    if as_json or not console.is_interactive:
         for found in every(interval, source):
             if as_json:
                 print_json(error_json(found) if isinstance(found, ServerUnavailable) else source.as_json(found))
@@ -395,7 +395,7 @@ def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:
 
 CONSUMER_COLUMNS: Final = (
     Column("consumer", lambda found: label(found), least=18, is_name=True),
-    Column("dataset", attrgetter("dataset"), least=7, is_name=True),
+    Column("dataset", attrgetter("dataset"), least=12, is_name=True),
     Column("rank", lambda found: f"{found.rank}/{found.world_size}", attrgetter("rank"), rank=6),
     figure("epoch", "epoch", rank=1),
     Column("", lambda found: _bar(found), rank=7),
@@ -455,7 +455,7 @@ WORKER_COLUMNS: Final = (
     figure("batches", "batches", "{:,}".format, rank=3),
     figure("restarts", "restarts", lambda count: _alarming(count)),
     figure("memory", "pss", size),
-    Column("last exit", lambda found: found.last_exit or "-", least=20, rank=5),
+    Column("last exit", lambda found: found.last_exit or "-", least=20, rank=5, is_name=True),
 )
 """Columns of the table of workers."""
 

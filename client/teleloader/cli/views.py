@@ -62,21 +62,24 @@ class View:
         return in_order(self.records(readings), columns[order.column], descending=order.descending)
 
     def shown(self, readings: Sequence[Reading], order: Order, width: int, most: int | None = None) -> Group:
-        """Render the table, and mark the column by which the rows are sorted.
+        """Render the table.
 
         Args:
             readings: Responses of the servers.
             order: Order of the rows.
             width: Width of the screen in characters.
-            most: Maximum number of rows; None for all.
+            most: Maximum number of rows on an interactive screen, which also marks the column that determines the
+                order; None to render all rows without a mark, which programs may read.
         """
         rows = self.rows(readings, order)
+        if most is None:
+            return Group(table(self.columns(readings, width), rows, width), *self.legend(readings, width))
         arrow = "\N{BLACK DOWN-POINTING TRIANGLE}" if order.descending else "\N{BLACK UP-POINTING TRIANGLE}"
         columns = [
             replace(column, title=f"{column.title}{arrow}") if column.title == order.column else column
             for column in self.columns(readings, width)
         ]
-        omitted = [] if most is None or len(rows) <= most else [Text(f"... and {len(rows) - most:,} more", "dim")]
+        omitted = [] if len(rows) <= most else [Text(f"... and {len(rows) - most:,} more", "dim")]
         return Group(table(columns, rows[:most], width, omitted), *self.legend(readings, width))
 
 
