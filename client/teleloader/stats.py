@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from teleloader.tensors.memory import HostBuffers
 from teleloader_shared.histogram import Histogram
@@ -55,6 +56,19 @@ class LoaderStats:
     """Batches that were also requested from a second server, because the first one was slow."""
     errors: int
     """Samples of the epoch that were skipped or replaced (``on_error``), including those before a saved state."""
+
+    def postfix(self) -> dict[str, Any]:
+        """Return the figures for a progress bar: ``bar.set_postfix(loader.stats().postfix())`` with tqdm.
+
+        The keys are identifiers, so that they can also be the fields of a task of ``rich.progress``:
+        ``progress.update(task, advance=1, **loader.stats().postfix())``.
+
+        Returns:
+            ``wait_pct``, the data wait in percent of the time since ``iter()``; and ``mb_s``, the received megabytes
+            (10^6 bytes) per second.
+        """
+        rate = self.bytes_received / self.elapsed if self.elapsed > 0 else 0.0
+        return {"wait_pct": 100 * self.waited_share, "mb_s": rate / 1e6}
 
 
 class Measures:
