@@ -338,7 +338,7 @@ def _headline(server: ServerStats) -> list[Text]:
 def _figures(server: ServerStats) -> Text:
     demand = "" if server.demand is None else f"; demand {_workers(server.demand)} workers"
     return Text(
-        f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s; "
+        f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s sent; "
         f"{server.cpu:.1f} of {counted(server.cpus, 'CPU')}; batch memory {size(server.memory_used)} of "
         f"{size(server.memory_budget)}, all processes {size(server.pss)}{demand}"
     )
@@ -349,28 +349,34 @@ def sentences(stats: Stats) -> list[Text]:
     if not stats.consumers:
         return [Text("No client has requested batches recently.", style="dim")]
     order = list(STYLES)
-    by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bottleneck(consumer.diagnosis)))
-    found = [sentence(printable(label(consumer)), consumer.diagnosis) for consumer in by_need[:MAX_SENTENCES]]
+    by_need = sorted(
+        stats.consumers, key=lambda consumer: (bool(consumer.finished), order.index(_bottleneck(consumer.diagnosis)))
+    )
+    found = [sentence(printable(label(one)), one.diagnosis, one.finished) for one in by_need[:MAX_SENTENCES]]
     if stats.consumers_total > len(found):
         found.append(Text(f"... and {counted(stats.consumers_total - len(found), 'more consumer')}", style="dim"))
     return found
 
 
 def label(consumer: ConsumerStats) -> str:
-    """Return the display name of a consumer, with its token name if the server requires tokens.
+    """Return the display name of a consumer: its run, its name, and its token name if the server requires tokens.
 
     Clients choose their names, so consumers with different tokens can have the same name.
     """
+    return _name(consumer) if consumer.run is None else f"{consumer.run}, {_name(consumer)}"
+
+
+def _name(consumer: ConsumerStats) -> str:
     return consumer.consumer if consumer.token == "anyone" else f"{consumer.consumer} ({consumer.token})"  # noqa: S105
 
 
-def _styled(diagnosis: Diagnosis) -> Text:
-    return Text(bottleneck_words(diagnosis), STYLES[_bottleneck(diagnosis)])
+def _styled(diagnosis: Diagnosis, finished: bool | None) -> Text:
+    return Text("finished" if finished else bottleneck_words(diagnosis), STYLES[_bottleneck(diagnosis)])
 
 
-def sentence(name: str, diagnosis: Diagnosis) -> Text:
+def sentence(name: str, diagnosis: Diagnosis, finished: bool | None = None) -> Text:
     """Format the diagnosis of a consumer as one line: name, bottleneck and recommended change."""
-    return Text.assemble(f"{name}: ", _styled(diagnosis), f". {printable(diagnosis.advice)}")
+    return Text.assemble(f"{name}: ", _styled(diagnosis, finished), f". {printable(diagnosis.advice)}")
 
 
 def bottleneck_words(diagnosis: Diagnosis) -> str:
@@ -387,7 +393,8 @@ def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
     """Create a table of consumers, with their epoch progress and their bottlenecks."""
     room = next(room for least, room in NAME_ROOM if width >= least)
     columns = (
-        Column("consumer", lambda found: shortened(label(found), room), is_words=True),
+        Column("run", lambda found: shortened(found.run or "-", room), is_words=True, from_width=WIDE),
+        Column("consumer", lambda found: shortened(_name(found), room), is_words=True),
         Column("dataset", lambda found: found.dataset, is_words=True, from_width=WIDE),
         Column("rank", lambda found: f"{found.rank}/{found.world_size}", from_width=WIDE),
         Column("epoch", lambda found: f"{found.epoch}"),
@@ -396,7 +403,7 @@ def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
         Column("batches/s", lambda found: number(found.batches_per_second)),
         Column("bytes/s", lambda found: size(found.bytes_per_second)),
         Column("waits", _waits),
-        Column("bottleneck", lambda found: _styled(found.diagnosis), is_words=True),
+        Column("bottleneck", lambda found: _styled(found.diagnosis, found.finished), is_words=True),
         Column("sent", lambda found: size(found.bytes_sent), from_width=VERY_WIDE),
         Column("reconnects", lambda found: _or_dash(found.reconnects), from_width=VERY_WIDE),
         Column("hedges", lambda found: _or_dash(found.hedges), from_width=VERY_WIDE),
