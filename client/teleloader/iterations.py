@@ -63,6 +63,8 @@ class Start:
     """Batches to copy to the device before the training loop requests them."""
     before: Measures
     """Measurements of the loader's previous iteration."""
+    run: str | None
+    """Name of the training run, for servers; None for no name."""
     channel: Channel | None
     """Broadcasts in the model-parallel group; None if this process fetches batches only for itself."""
 
@@ -123,7 +125,7 @@ class Start:
         progress, stop = self._progress(spec, length, keeps_dataset=True)
         progress.state = (dataset.at_beginning(progress.next), None)
         buffers = placement.buffers() if placement.pins and not placement.copies else None
-        measures = Measures(epoch, buffers)
+        measures = Measures(epoch, buffers, self.before)
         receiver = DirectReceiver(
             dataset,
             spec,
@@ -172,8 +174,9 @@ class Start:
             raise
         buffers = self.placement.buffers()
         receiver = MemberReceiver(
-            channel, announced, self._group_scheduler(progress.batch, stop), Measures(self.position.epoch, buffers),
-            buffers, self.max_batch_bytes, url=dataset.url if dataset.is_here else None,
+            channel, announced, self._group_scheduler(progress.batch, stop),
+            Measures(self.position.epoch, buffers, self.before), buffers, self.max_batch_bytes,
+            url=dataset.url if dataset.is_here else None,
         )  # fmt: skip
         receiver.begin()
         return self._staged(dataset, self.spec, progress, receiver, length)
@@ -269,7 +272,9 @@ class Start:
             keeps_bytes=self.channel is not None,
             compute_stop=compute_stop,
         )
-        measures = Measures(epoch, buffers, self.before, is_background=scheduler.is_background)
+        measures = Measures(
+            epoch, buffers, self.before, is_background=scheduler.is_background, first=self.position.batch, run=self.run
+        )
         return Receiver(dataset, server, options, scheduler, measures, groups=groups, stays=self._stays)
 
     def _staged(

@@ -471,3 +471,11 @@ def test_no_command_line_shows_a_token() -> None:
         options = piped(command[0], *command[1:], "--help").out.split()
         assert "--token-file" in options
         assert "--token" not in options
+
+
+def test_the_expiry_of_tokens_is_a_metric(server: ServerProcess, tables: TokenTable) -> None:
+    """Tokens that expire are listed by name, also those that have expired; the others are omitted."""
+    with asker(server.url, tables.secrets["figures"]) as client:
+        text = client.get("/metrics").raise_for_status().text
+    found = re.findall(r'^teleloader_token_expiry_timestamp_seconds\{token="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    assert [(name, float(at)) for name, at in found] == [("old", 1577836800.0)]

@@ -139,7 +139,7 @@ def test_stats_shows_what_the_server_says(figures: tuple[MadeUpServer, str]) -> 
     out = " ".join(tool("stats", url).out.split())
     for shown in (
         "teleloader-server 1.2.3 on cpu-box, up 2 h 3 min, 4 workers, 1 restart",
-        "125 batches/s, 64.5 MiB/s; 6.5 of 16 CPUs; batch memory 512 MiB of 2 GiB, all processes 1.5 GiB",
+        "125 batches/s, 64.5 MiB/s sent; 6.5 of 16 CPUs; batch memory 512 MiB of 2 GiB, all processes 1.5 GiB",
         "trainer-0 train 0/1 2",
         "30 % 12.5 6.25 MiB 62 % loader-bound 480 MiB 1 0",
         "0 5000 busy batch 12 of epoch 0 of train 250 ms 93 % 1,234 0 120 MiB -",
@@ -147,6 +147,25 @@ def test_stats_shows_what_the_server_says(figures: tuple[MadeUpServer, str]) -> 
         "train: ValueError (3x, last 5 s ago): sample 17 is damaged",
     ):
         assert shown in out
+
+
+def test_stats_shows_the_run_and_the_end_of_an_epoch(figures: tuple[MadeUpServer, str]) -> None:
+    """The run is in the diagnosis and in the table; finished consumers are listed last, as finished."""
+    server, url = figures
+    before = server.stats
+    ended = Diagnosis("unknown", None, "Epoch 2 is finished.")
+    first = dataclasses.replace(CONSUMER, run="a.py", finished=True, position=400, diagnosis=ended)
+    server.stats = dataclasses.replace(
+        before, consumers=[first, dataclasses.replace(CONSUMER, consumer="trainer-1", run="b.py", finished=False)]
+    )
+    try:
+        out = tool("stats", url).out
+    finally:
+        server.stats = before
+    diagnoses = [line for line in out.splitlines() if line.startswith(("a.py, ", "b.py, "))]
+    assert diagnoses[0].startswith("b.py, trainer-1: loader-bound.")
+    assert diagnoses[1] == "a.py, trainer-0: finished. Epoch 2 is finished."
+    assert re.search(r"^a.py +trainer-0 .*100 % .* finished ", out, re.MULTILINE)
 
 
 def test_stats_as_json_is_what_the_server_says(figures: tuple[MadeUpServer, str]) -> None:
@@ -514,10 +533,13 @@ def test_bench_shows_the_servers_diagnosis(hosting: ServerProcess) -> None:
         r"enough for training steps of .*(need 4 workers \(--num-workers 4\)|CPUs? busy)|workers would keep up",
         slow.out,
     )
-    assert re.search(r"per worker +[\d,.]+ samples/s", slow.out)
+    assert re.search(r"per busy worker +[\d,.]+ samples/s", slow.out)
     assert re.search(r"2 workers keep up with steps of .*; for other steps, the number of workers needed is", slow.out)
     thinking = tool("bench", hosting.url, "slowly", "--batch-size", "5", "--step", "0.1", "--seconds", "5")
     assert "diagnosis: training-bound" in thinking.out
+    found = re.search(r"per busy worker +([\d,.]+) samples/s", thinking.out)
+    assert found is not None
+    assert 100 < float(found[1].replace(",", "")) <= 1000, "samples of 1 ms, not the 25 samples/s of each of 2 workers"
 
 
 def test_bench_reports_a_run_that_is_too_short_for_a_diagnosis(capsys: pytest.CaptureFixture[str]) -> None:

@@ -348,7 +348,7 @@ def _headline(server: ServerStats) -> list[Text]:
 def _figures(server: ServerStats) -> Text:
     demand = "" if server.demand is None else f"; demand {_workers(server.demand)} workers"
     return Text(
-        f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s; "
+        f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s sent; "
         f"{server.cpu:.1f} of {counted(server.cpus, 'CPU')}; batch memory {size(server.memory_used)} of "
         f"{size(server.memory_budget)}, all processes {size(server.pss)}{demand}"
     )
@@ -359,28 +359,34 @@ def sentences(stats: Stats) -> list[Text]:
     if not stats.consumers:
         return [Text("No client has requested batches recently.", style="dim")]
     order = list(STYLES)
-    by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bottleneck(consumer.diagnosis)))
-    found = [sentence(printable(label(consumer)), consumer.diagnosis) for consumer in by_need[:MAX_SENTENCES]]
+    by_need = sorted(
+        stats.consumers, key=lambda consumer: (bool(consumer.finished), order.index(_bottleneck(consumer.diagnosis)))
+    )
+    found = [sentence(printable(label(one)), one.diagnosis, one.finished) for one in by_need[:MAX_SENTENCES]]
     if stats.consumers_total > len(found):
         found.append(Text(f"... and {counted(stats.consumers_total - len(found), 'more consumer')}", style="dim"))
     return found
 
 
 def label(consumer: ConsumerStats) -> str:
-    """Return the display name of a consumer, with its token name if the server requires tokens.
+    """Return the display name of a consumer: its run, its name, and its token name if the server requires tokens.
 
     Clients choose their names, so consumers with different tokens can have the same name.
     """
+    return _name(consumer) if consumer.run is None else f"{consumer.run}, {_name(consumer)}"
+
+
+def _name(consumer: ConsumerStats) -> str:
     return consumer.consumer if consumer.token == "anyone" else f"{consumer.consumer} ({consumer.token})"  # noqa: S105
 
 
-def _styled(diagnosis: Diagnosis) -> Text:
-    return Text(bottleneck_words(diagnosis), STYLES[_bottleneck(diagnosis)])
+def _styled(diagnosis: Diagnosis, finished: bool | None) -> Text:
+    return Text("finished" if finished else bottleneck_words(diagnosis), STYLES[_bottleneck(diagnosis)])
 
 
-def sentence(name: str, diagnosis: Diagnosis) -> Text:
+def sentence(name: str, diagnosis: Diagnosis, finished: bool | None = None) -> Text:
     """Format the diagnosis of a consumer as one line: name, bottleneck and recommended change."""
-    return Text.assemble(f"{name}: ", _styled(diagnosis), f". {printable(diagnosis.advice)}")
+    return Text.assemble(f"{name}: ", _styled(diagnosis, finished), f". {printable(diagnosis.advice)}")
 
 
 def bottleneck_words(diagnosis: Diagnosis) -> str:
@@ -394,7 +400,8 @@ def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:
 
 
 CONSUMER_COLUMNS: Final = (
-    Column("consumer", lambda found: label(found), least=18, is_name=True),
+    Column("run", lambda found: found.run or "-", least=12, rank=2, is_name=True),
+    Column("consumer", lambda found: _name(found), least=18, is_name=True),
     Column("dataset", attrgetter("dataset"), least=12, is_name=True),
     Column("rank", lambda found: f"{found.rank}/{found.world_size}", attrgetter("rank"), rank=6),
     figure("epoch", "epoch", rank=1),
@@ -405,7 +412,7 @@ CONSUMER_COLUMNS: Final = (
     Column("waits", lambda found: share(_waits(found)), lambda found: _waits(found)),
     Column(
         "bottleneck",
-        lambda found: _styled(found.diagnosis),
+        lambda found: _styled(found.diagnosis, found.finished),
         lambda found: list(STYLES).index(_bottleneck(found.diagnosis)),
         least=14,
     ),

@@ -19,6 +19,7 @@ from teleloader.errors import exception_of
 from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager, Raised
 from teleloader.fetch.group import GroupReceiver
 from teleloader.fetch.length_check import LengthCheck
+from teleloader.fetch.progress import reporter
 from teleloader.fetch.receiver import Receiver
 from teleloader.fetch.reorder import Arrived, ReorderBuffer, timed_out
 from teleloader.fetch.scheduler import RangeScheduler
@@ -513,7 +514,7 @@ class LoaderIterator:
         if current.lists is not None and current.lists.error is not None:
             raise current.lists.error  # at each call: StopIteration would look like the end of the epoch
         current.progress.finished = True
-        current.measures.end()
+        current.measures.finish()
         if not current.stays and self._finalizer is not None:
             self._finalizer()
         if current.length_check is not None:
@@ -576,6 +577,7 @@ def _leave() -> None:
         with suppress(Exception):  # a failure must not keep the other iterations open
             iteration.receiver.close(SystemExit())
             _end(iteration)
+    reporter.flush()
 
 
 _of_parent: list[Iteration] = []
