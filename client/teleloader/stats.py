@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from teleloader.tensors.memory import HostBuffers
 from teleloader_shared.histogram import Histogram
-from teleloader_shared.messages import ConsumerReport
+from teleloader_shared.messages import ConsumerReport, ReceivingTotals
 from teleloader_shared.stats import Latency
 
 
@@ -57,6 +58,70 @@ class LoaderStats:
     """Samples of the epoch that were skipped or replaced (``on_error``), including those before a saved state."""
 
 
+CONTENDED_S: Final = 0.001
+"""Time in seconds to read the first bytes of a response, which have arrived, from which other threads hold the GIL.
+
+Without them, it takes less than 0.1 ms. A thread that computes in Python releases the GIL after 5 ms.
+"""
+
+
+class Arrival(NamedTuple):
+    """Times of one response, by ``time.perf_counter()``."""
+
+    first_byte: float
+    head: float
+    """Time at which the first bytes had been read; the thread that reads them needs the GIL."""
+    last_byte: float
+    cpu: float
+    """CPU time of the receiving thread since its previous response, in seconds."""
+
+
+class ReceivingCounters:
+    """Counters of the receiving threads over all iterations of a loader."""
+
+    def __init__(self) -> None:
+        self._busy = 0.0
+        self._cpu = 0.0
+        self._responses = 0
+        self._contended = 0
+        self._waits: dict[str, tuple[float, float]] = {}
+        """Data wait of the training loop until the first byte of a response, and until the last one, by server."""
+
+    def add(self, server: str, arrival: Arrival, now: float, since: float | None) -> None:
+        """Count a response.
+
+        Args:
+            server: URL of the server.
+            arrival: Times of the response.
+            now: Current time, when the response has been decoded.
+            since: Time since which the training loop waits for the response; None if it does not.
+        """
+        self._busy += now - arrival.first_byte
+        self._cpu += arrival.cpu
+        self._responses += 1
+        self._contended += arrival.head - arrival.first_byte >= CONTENDED_S
+        if since is not None:
+            pending, reading = self._waits.get(server, (0.0, 0.0))
+            pending += max(0.0, arrival.first_byte - since)
+            reading += max(0.0, arrival.last_byte - max(arrival.first_byte, since))
+            self._waits[server] = pending, reading
+
+    def totals(self, server: str, waits: float) -> ReceivingTotals | None:
+        """Return the totals to report to a server; None before the first response.
+
+        Args:
+            server: URL of the server.
+            waits: Seconds for which the training loop has been waiting for a response that has not arrived.
+        """
+        if not self._responses:
+            return None
+        pending, reading = self._waits.get(server, (0.0, 0.0))
+        elsewhere = sum(sum(parts) for url, parts in list(self._waits.items()) if url != server)
+        return ReceivingTotals(
+            pending + waits, reading, elsewhere, self._busy, self._cpu, self._responses, self._contended
+        )
+
+
 class Measures:
     """Collector of client-side measurements during one iteration.
 
@@ -91,6 +156,9 @@ class Measures:
         self.copy = 0.0
         self.late_copies = 0
         """`copy` and `late_copies` are written by the thread that copies batches to a device."""
+        self._receiving: ReceivingCounters = ReceivingCounters() if before is None else before._receiving
+        self._attributed: float | None = None
+        """Start time of the wait that is included in `_receiving`; None before the first one."""
         self._before = ConsumerReport(0.0, 0.0, 0, 0, 0)
         self._current = before
         """Measurements of the iteration that the training loop is in, to report until `begin` is called."""
@@ -136,20 +204,45 @@ class Measures:
         if self._ended is None:
             self._ended = time.perf_counter()
 
+    # -- in the receiving threads
+
+    def arrived(self, server: str, arrival: Arrival, now: float, *, is_awaited: bool) -> None:
+        """Count a response, and attribute the data wait of the training loop to its parts.
+
+        Args:
+            server: URL of the server.
+            arrival: Times of the response.
+            now: Current time, when the response has been decoded.
+            is_awaited: Whether the response contains the next batch of the training loop.
+        """
+        since = self._waited[1]
+        if not is_awaited or since == self._attributed:
+            since = None
+        if since is not None:
+            self._attributed = since
+        self._receiving.add(server, arrival, now, since)
+
     # -- in any thread
 
-    def report(self) -> ConsumerReport:
-        """Return the report that the client sends to servers with each batch request."""
+    def report(self, server: str = "") -> ConsumerReport:
+        """Return the report that the client sends with each batch request.
+
+        Args:
+            server: URL of the server that receives the report.
+        """
         current = self._current
         if current is not None:  # the training loop waits for batches of that iteration, not for these
-            return current.report()
+            return current.report(server)
         now, before = self._now, self._before
+        since = self._waited[1]
+        waits = 0.0 if since is None or since == self._attributed else max(0.0, now - since)
         return ConsumerReport(
             elapsed=before.elapsed + now - self._began,
             waited=before.waited + self._waited_until(now),
             taken=before.taken + self.steps,
             reconnects=before.reconnects + self.reconnects,
             hedges=before.hedges + self.hedges,
+            receiving=self._receiving.totals(server, waits),
         )
 
     def stats(self) -> LoaderStats:

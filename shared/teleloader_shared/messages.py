@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 PROTOCOL_VERSION: Final = 1
 """Incremented by incompatible changes; exchanged by both sides when a loader is registered."""
@@ -50,6 +50,28 @@ def loader_path(key: str) -> str:
     return f"{LOADERS_PATH}/{key}"
 
 
+class ReceivingTotals(NamedTuple):
+    """Measurements of a client's receiving threads: totals over all iterations of the loader, times in seconds."""
+
+    pending: float
+    """Time for which the training loop waited for a response of this server of which no byte had arrived."""
+    reading: float
+    """Time for which it waited for a response of this server that was arriving."""
+    elsewhere: float
+    """Time for which it waited for responses of other servers."""
+    busy: float
+    """Time from the first byte of a response until its batches were decoded."""
+    cpu: float
+    """CPU time of the receiving threads."""
+    responses: float
+    contended: float
+    """Responses of which a receiving thread could not read the first bytes at once, because other threads of the
+    process held the GIL."""
+
+
+NO_RECEIVING: Final = ReceivingTotals(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class ConsumerReport:
     """Progress of a training loop, sent with each batch request: totals over all iterations of the loader."""
@@ -64,12 +86,21 @@ class ConsumerReport:
     """Connections that were reopened after they broke or a server closed them."""
     hedges: int
     """Batches that were also requested from a second server because the first one was slow."""
+    receiving: ReceivingTotals | None = None
+    """Measurements of the receiving threads; None if unknown."""
 
     def to_header(self) -> str:
         """Format the report as the value of `REPORT_HEADER`."""
-        return (
+        text = (
             f"elapsed={self.elapsed:.3f},waited={self.waited:.3f},taken={self.taken},"
             f"reconnects={self.reconnects},hedges={self.hedges}"
+        )
+        found = self.receiving
+        if found is None:
+            return text
+        return (
+            f"{text},pending={found.pending:.3f},reading={found.reading:.3f},elsewhere={found.elsewhere:.3f},"
+            f"busy={found.busy:.3f},cpu={found.cpu:.3f},responses={found.responses:.0f},contended={found.contended:.0f}"
         )
 
     @classmethod
@@ -79,13 +110,21 @@ class ConsumerReport:
         if match is None:
             return None
         elapsed, waited = float(match[1]), float(match[2])
+        receiving = _RECEIVING.search(text[:MAX_REPORT], match.end() - 1)
+        measured = None if receiving is None else ReceivingTotals(*map(float, receiving.groups()))
         # each is rounded on its own, so waited may exceed elapsed by a rounding error
-        return cls(elapsed, min(elapsed, waited), int(match[3]), int(match[4]), int(match[5]))
+        return cls(elapsed, min(elapsed, waited), int(match[3]), int(match[4]), int(match[5]), measured)
 
 
-MAX_REPORT: Final = 200
+MAX_REPORT: Final = 500
+_SECONDS: Final = r"(\d{1,9}\.\d{1,6})"
 _REPORT: Final = re.compile(
     r"elapsed=(\d{1,9}\.\d{1,6}),waited=(\d{1,9}\.\d{1,6}),taken=(\d{1,18}),reconnects=(\d{1,9}),hedges=(\d{1,9})(?:,|$)",
+    re.ASCII,
+)
+_RECEIVING: Final = re.compile(
+    rf",pending={_SECONDS},reading={_SECONDS},elsewhere={_SECONDS},busy={_SECONDS},cpu={_SECONDS},"
+    r"responses=(\d{1,18}),contended=(\d{1,18})(?:,|$)",
     re.ASCII,
 )
 

@@ -54,14 +54,21 @@ MAX_SENTENCES: Final = 5
 """Maximum number of diagnoses in the output."""
 MAX_STAGES: Final = 8
 OF_ONE_SERVER: Final = (
-    "A diagnosis counts the workers of one server: the one that sends the most batches to the consumer."
+    "A diagnosis counts the workers of one server: the one for whose batches the training loop waits most."
 )
 STYLES: Final[dict[Bottleneck, str]] = {
-    "loader": "bold red",
+    "workers": "bold red",
+    "io": "bold red",
+    "machine": "bold red",
+    "memory": "bold red",
+    "prefetch": "bold red",
+    "server": "bold red",
     "network": "bold magenta",
+    "client": "bold magenta",
     "training": "bold cyan",
-    "balanced": "bold green",
     "unknown": "dim",
+    "idle": "dim",
+    "finished": "dim",
 }
 """Styles of bottlenecks, in the order in which diagnoses are shown. Color is never the only indication."""
 _STATES: Final = {"busy": "green", "starting": "yellow"}
@@ -345,7 +352,7 @@ def _figures(server: ServerStats) -> Text:
 
 
 def sentences(stats: Stats) -> list[Text]:
-    """Format the diagnoses of all consumers as lines of text, loader-bound consumers first."""
+    """Format the diagnoses of all consumers as lines of text, consumers that wait for data first."""
     if not stats.consumers:
         return [Text("No client has requested batches recently.", style="dim")]
     order = list(STYLES)
@@ -365,18 +372,14 @@ def label(consumer: ConsumerStats) -> str:
 
 
 def _styled(diagnosis: Diagnosis) -> Text:
-    return Text(bottleneck_words(diagnosis), STYLES[_bottleneck(diagnosis)])
+    bottleneck = _bottleneck(diagnosis)
+    return Text(bottleneck, STYLES[bottleneck])
 
 
 def sentence(name: str, diagnosis: Diagnosis) -> Text:
-    """Format the diagnosis of a consumer as one line: name, bottleneck and recommended change."""
-    return Text.assemble(f"{name}: ", _styled(diagnosis), f". {printable(diagnosis.advice)}")
-
-
-def bottleneck_words(diagnosis: Diagnosis) -> str:
-    """Return the display name of a bottleneck, such as ``loader-bound``."""
-    bottleneck = _bottleneck(diagnosis)
-    return f"{bottleneck}-bound" if bottleneck in ("loader", "training", "network") else bottleneck
+    """Format the diagnosis of a consumer as one line: name, bottleneck, confidence and recommended change."""
+    sure = f" ({share(diagnosis.confidence)} confidence)" if 0 < diagnosis.confidence < 1 else ""
+    return Text.assemble(f"{name}: ", _styled(diagnosis), f"{sure}. {printable(diagnosis.advice)}")
 
 
 def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:

@@ -56,9 +56,11 @@ _EXCHANGE: Final = "teleloader.exchange"
 class Exchange:
     """Exchange of a request and its response, until the response is complete."""
 
-    __slots__ = ("has_response_begun", "is_disconnected", "on_disconnect", "unforwarded")
+    __slots__ = ("has_response_begun", "is_disconnected", "on_disconnect", "transport", "unforwarded")
 
-    def __init__(self) -> None:
+    def __init__(self, transport: asyncio.Transport | None = None) -> None:
+        self.transport = transport
+        """Transport of the connection; None outside of a `Connection`."""
         self.has_response_begun = False
         self.unforwarded: list[bytes] = []
         """Parts of the request that were not forwarded to uvicorn yet."""
@@ -275,7 +277,7 @@ class Connection(asyncio.Protocol):
                 "cannot open a WebSocket while earlier requests are pending: wait for their responses",
             )
         self.has_requested = True
-        self._receiving = exchange = Exchange()
+        self._receiving = exchange = Exchange(self._transport)
         self._exchanges.append(exchange)
         if len(self._exchanges) > 1:
             self._transport.pause_reading()

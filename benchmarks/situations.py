@@ -1,0 +1,484 @@
+"""Situations with a known bottleneck, built for real, and what the diagnosis reports: a truth table.
+
+    python -m benchmarks.situations                      # all of them
+    python -m benchmarks.situations io "slow link"       # some of them
+    python -m benchmarks.situations --group judging      # those that did not set the thresholds
+
+Each situation runs a server, a training process that is a process of its own, and what disturbs them. The diagnosis is
+read from ``/stats`` after `SETTLE_S` seconds of training: the one that most of `READINGS` readings have. It is *right*
+if bottleneck and text are those of the table. ``unknown`` is neither right nor wrong. Any other bottleneck with a
+confidence of at least `SURE` is wrong; below it, it is *unsure*.
+
+The thresholds in `teleloader_server.stats.bottleneck` were set on the group ``thresholds``, and are judged on the group
+``judging``. While other programs use the CPUs of the machine, ``machine`` is the truth in situations in which workers
+need a CPU; the table marks these with ``+``, and shows the CPU use of other programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.processes import ROOT, LoaderServer, end, running
+from teleloader import DataLoader, RemoteDataset
+from tests.faults.proxy import FaultProxy, Line
+
+SETTLE_S: Final = 13.0
+"""Seconds of training before the first reading: longer than the window of recent measurements."""
+READINGS: Final = 5
+READING_EVERY: Final = 1.0
+SURE: Final = 0.7
+"""Confidence from which a wrong bottleneck counts as wrong."""
+FULL: Final = 0.1
+"""Idle fraction of the CPUs below which the machine counts as busy."""
+CGROUPS: Final = Path("/sys/fs/cgroup/cpu")
+
+# -- datasets
+
+
+class Samples:
+    """Dataset whose samples take CPU time and are blocked.
+
+    Args:
+        cpu: CPU time per sample in seconds.
+        blocked: Time per sample for which the worker sleeps, in seconds.
+        nbytes: Size of a sample in bytes.
+        every: Number of samples of which one takes `slow` seconds longer.
+        slow: Additional time of these samples, for which the worker sleeps.
+        cold: Seconds after the first sample for which each sample takes 0.5 s longer.
+    """
+
+    def __init__(
+        self, cpu: float = 0.0, blocked: float = 0.0, nbytes: int = 64, every: int = 0, slow: float = 0.0,
+        cold: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._cpu, self._blocked, self._every, self._slow, self._cold = cpu, blocked, every, slow, cold
+        self._content = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+        self._began: float | None = None
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        now = time.monotonic()
+        self._began = self._began or now
+        end = time.thread_time() + self._cpu
+        while time.thread_time() < end:
+            pass
+        extra = self._slow if self._every and index % self._every == 0 else 0.0
+        cold = 0.5 if now - self._began < self._cold else 0.0
+        if self._blocked + extra + cold:
+            time.sleep(self._blocked + extra + cold)
+        return self._content
+
+
+def computing() -> Samples:
+    """Return samples that take 40 ms of CPU time."""
+    return Samples(cpu=0.04)
+
+
+def light() -> Samples:
+    """Return samples that take 10 ms of CPU time."""
+    return Samples(cpu=0.01)
+
+
+def blocked() -> Samples:
+    """Return samples that sleep for 80 ms."""
+    return Samples(blocked=0.08)
+
+
+def fast() -> Samples:
+    """Return samples of 64 KiB that take no time."""
+    return Samples(nbytes=2**16)
+
+
+def tiny() -> Samples:
+    """Return samples of 64 bytes that take no time."""
+    return Samples()
+
+
+def large() -> Samples:
+    """Return samples of 4 MiB that take no time."""
+    return Samples(nbytes=2**22)
+
+
+def straggling() -> Samples:
+    """Return samples that sleep for 2 ms, and one of 64 that sleeps for 0.7 s longer."""
+    return Samples(blocked=0.002, every=64, slow=0.7)
+
+
+def uneven() -> Samples:
+    """Return samples that sleep for 1 ms, and one of 4 that sleeps for 44 ms longer."""
+    return Samples(blocked=0.001, every=4, slow=0.044)
+
+
+def bulky() -> Samples:
+    """Return samples of 600 KiB that sleep for 20 ms."""
+    return Samples(blocked=0.02, nbytes=600 * 2**10)
+
+
+def cold() -> Samples:
+    """Return samples that take long for the first 6 s."""
+    return Samples(blocked=0.001, cold=6.0)
+
+
+def slow_server() -> Samples:
+    """Return samples that sleep for 300 ms."""
+    return Samples(blocked=0.3)
+
+
+# -- situations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training process."""
+
+    step: float = 0.0
+    """Seconds per step, for which it sleeps."""
+    loader: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the `DataLoader`."""
+    hogs: int = 0
+    """Threads that hold the GIL."""
+    epochs: int = 1_000_000
+    pause_after: float = 1e9
+    """Seconds after which it stops requesting batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """Situation with a known bottleneck."""
+
+    name: str
+    group: Literal["thresholds", "judging"]
+    expected: str
+    text: str = ""
+    """Part of the recommendation."""
+    dataset: str
+    workers: int = 2
+    server: tuple[str, ...] = ()
+    """Options of the server."""
+    trainings: Sequence[Training] = (Training(),)
+    """Training processes; the diagnosis is that of the first one."""
+    disturbance: Callable[[LoaderServer], Any] | None = None
+    """Context manager that changes the server's environment."""
+    line: Line | None = None
+    """Link between server and training process; None for a direct connection."""
+    client_quota: float | None = None
+    """CPU quota of the training process; None for no quota."""
+    others: tuple[str, ...] = ()
+    """Datasets of further servers of the same fleet."""
+    needs_cpu: bool = False
+    """True if the machine is the truth while other programs use its CPUs."""
+    settle: float = SETTLE_S
+
+
+@contextmanager
+def hogs(server: LoaderServer) -> Iterator[None]:
+    """Run programs that use all CPUs."""
+    with ExitStack() as stack:
+        for _ in range(3 * (os.cpu_count() or 1)):
+            hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(hog.wait)
+            stack.callback(hog.kill)
+        yield
+
+
+@contextmanager
+def quota(pids: Sequence[int], cpus: float) -> Iterator[None]:
+    """Limit processes to a CPU quota."""
+    folder = CGROUPS / f"teleloader_{pids[0]}"
+    folder.mkdir()
+    try:
+        (folder / "cpu.cfs_quota_us").write_text(str(int(100_000 * cpus)))
+        for pid in pids:
+            (folder / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        for member in (folder / "cgroup.procs").read_text().split():
+            (CGROUPS / "cgroup.procs").write_text(member)
+        folder.rmdir()
+
+
+@contextmanager
+def server_quota(server: LoaderServer) -> Iterator[None]:
+    """Limit the server and its workers to 0.3 CPUs."""
+    with quota([*server.pids().values()], 0.3):
+        yield
+
+
+SAMPLER: Final[dict[str, Any]] = {"shuffle": True, "num_workers": 1, "prefetch_factor": 1}
+"""Arguments of a loader with the smallest prefetch window."""
+
+SITUATIONS: Final = (
+    Situation(
+        name="few workers", group="thresholds", expected="workers", text="would keep up (--num-workers", needs_cpu=True,
+        dataset="computing", workers=1, trainings=[Training(step=0.025)],
+    ),
+    Situation(
+        name="io", group="thresholds", expected="io", text="would keep up (--num-workers", dataset="blocked",
+        trainings=[Training(step=0.02)],
+    ),
+    Situation(
+        name="workers use all CPUs", group="thresholds", expected="machine", text="add another server",
+        dataset="computing", workers=6, trainings=[Training(step=0.004)],
+    ),
+    Situation(
+        name="other programs", group="judging", expected="machine", text="other programs use", dataset="light",
+        workers=1, trainings=[Training(step=0.012)], disturbance=hogs,
+    ),
+    Situation(
+        name="CPU quota of the server", group="thresholds", expected="machine", text="increase the quota",
+        dataset="light", workers=2, trainings=[Training(step=0.01)], disturbance=server_quota,
+    ),
+    Situation(
+        name="straggler", group="judging", expected="io", text="Speed up this sample", dataset="straggling", workers=3,
+        trainings=[Training(step=0.01, loader={"shuffle": True})],
+    ),
+    Situation(
+        name="uneven batches", group="thresholds", expected="prefetch", text="prefetch more", dataset="uneven",
+        trainings=[Training(step=0.012, loader=SAMPLER)],
+    ),
+    Situation(
+        name="tiny batches", group="judging", expected="server", text="larger batches", dataset="tiny",
+    ),
+    Situation(
+        name="many consumers", group="thresholds", expected="server", text="larger batches", dataset="tiny",
+        trainings=[Training(loader={"seed": number}) for number in range(6)],
+    ),
+    Situation(
+        name="GIL", group="thresholds", expected="client", text="held the GIL", dataset="fast",
+        trainings=[Training(step=0.002, hogs=2, loader={"batch_size": 8})],
+    ),
+    Situation(
+        name="CPU quota of the client", group="judging", expected="client", dataset="fast", client_quota=0.1,
+        trainings=[Training(loader={"batch_size": 8})],
+    ),
+    Situation(
+        name="empty loop", group="judging", expected="io", text="consumes each batch at once", dataset="blocked",
+    ),
+    Situation(
+        name="slow link", group="thresholds", expected="network", text="Send fewer bytes", dataset="fast",
+        trainings=[Training(step=0.01, loader={"batch_size": 4})], line=Line(bandwidth=4e6),
+    ),
+    Situation(
+        name="slow link, compressed", group="judging", expected="network", text="smaller dtypes", dataset="fast",
+        trainings=[Training(step=0.01, loader={"batch_size": 4, "compression": "lz4"})], line=Line(bandwidth=6e6),
+    ),
+    Situation(
+        name="long link", group="thresholds", expected="network", text="take long to arrive", dataset="fast",
+        trainings=[Training(step=0.002, loader=SAMPLER)], line=Line(latency=0.1),
+    ),
+    Situation(
+        name="long link, large batches", group="judging", expected="network", text="take long to arrive",
+        dataset="large", trainings=[Training(step=0.01, loader=SAMPLER)], line=Line(latency=0.3),
+    ),
+    Situation(
+        name="memory budget", group="judging", expected="memory", text="double it (--memory-budget 4MiB)",
+        dataset="bulky", workers=8, server=("--memory-budget", "2MiB"), trainings=[Training(step=0.004)],
+    ),
+    Situation(
+        name="cold start over", group="judging", expected="training", dataset="cold", settle=20.0,
+        trainings=[Training(step=0.03)],
+    ),
+    Situation(
+        name="two servers, one slow", group="judging", expected="io", dataset="slow_server", others=("fast",),
+        trainings=[Training(step=0.02)],
+    ),
+    Situation(
+        name="shared, fast one", group="judging", expected="io", dataset="blocked",
+        trainings=[Training(step=0.01, loader={"seed": 1}), Training(step=0.2, loader={"seed": 1})],
+    ),
+    Situation(
+        name="shared, slow one", group="thresholds", expected="training", dataset="blocked",
+        trainings=[Training(step=0.2, loader={"seed": 1}), Training(step=0.05, loader={"seed": 1})],
+    ),
+    Situation(
+        name="compression", group="judging", expected="workers", text="'encode'", dataset="large", workers=1,
+        trainings=[Training(step=0.01, loader={"compression": "zstd"})], needs_cpu=True,
+    ),
+    Situation(
+        name="training", group="thresholds", expected="training", text="1 worker would suffice", dataset="light",
+        trainings=[Training(step=0.05)],
+    ),
+    Situation(
+        name="idle", group="thresholds", expected="idle", dataset="fast", settle=25.0,
+        trainings=[Training(step=0.01, pause_after=6.0)],
+    ),
+    Situation(
+        name="finished", group="judging", expected="finished", dataset="fast", settle=12.0,
+        trainings=[Training(step=0.001, epochs=1, loader={"batch_size": 1000})],
+    ),
+)  # fmt: skip
+
+
+# -- training process
+
+
+def train(urls: list[str], training: Training) -> None:
+    """Train until killed."""
+    for _ in range(training.hogs):
+        threading.Thread(target=_hog, daemon=True).start()
+    options = {"batch_size": 1, "seed": 0, **training.loader}
+    if options.get("shuffle"):
+        options.pop("seed")
+    loader = DataLoader(RemoteDataset(urls if len(urls) > 1 else urls[0]), **options)
+    began = time.monotonic()
+    for _ in range(training.epochs):
+        for _ in loader:
+            if training.step:
+                time.sleep(training.step)
+            if time.monotonic() - began > training.pause_after:
+                time.sleep(1e6)
+    time.sleep(1e6)
+
+
+def _hog() -> None:
+    while True:
+        pass
+
+
+# -- measurement
+
+
+@dataclass(frozen=True)
+class Result:
+    """Diagnosis of a situation."""
+
+    situation: Situation
+    bottleneck: str
+    confidence: float
+    advice: str
+    evidence: dict[str, str]
+    idle: float
+    """Idle fraction of the machine's CPUs before the situation."""
+
+    @property
+    def verdict(self) -> str:
+        """``right``, ``unknown``, ``unsure`` or ``wrong``."""
+        is_machine = self.situation.needs_cpu and self.bottleneck == "machine" and self.idle < FULL
+        if is_machine or (self.bottleneck == self.situation.expected and self.situation.text in self.advice):
+            return "right"
+        if self.bottleneck == "unknown":
+            return "unknown"
+        return "wrong" if self.confidence >= SURE or self.bottleneck == self.situation.expected else "unsure"
+
+
+def measure(situation: Situation) -> Result:
+    """Build a situation, and return its diagnosis."""
+    idle = idle_fraction()
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            running([f"data=benchmarks.situations:{situation.dataset}"], situation.workers, *situation.server)
+        )
+        others = [running([f"data=benchmarks.situations:{other}"], 2) for other in situation.others]
+        urls = [server.url, *(stack.enter_context(other).url for other in others)]
+        if situation.line is not None:
+            proxy = stack.enter_context(FaultProxy(server.url))
+            proxy.line = situation.line
+            urls = [proxy.url]
+        if situation.disturbance is not None:
+            stack.enter_context(situation.disturbance(server))
+        names = []
+        for training in situation.trainings:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.situations", "--train", _plain(urls, training)], cwd=ROOT
+            )
+            stack.callback(end, process)
+            names.append(f":{process.pid}/")
+            if situation.client_quota is not None:
+                stack.enter_context(quota([process.pid], situation.client_quota))
+        time.sleep(situation.settle)
+        readings = []
+        for _ in range(READINGS):
+            time.sleep(READING_EVERY)
+            readings += [_diagnosis(urls if situation.others else [server.url], names[0])]
+    found = [reading for reading in readings if reading is not None]
+    if not found:
+        return Result(situation, "unknown", 0.0, "The consumer is not listed.", {}, idle)
+    bottleneck, _ = Counter(reading["bottleneck"] for reading in found).most_common(1)[0]
+    same = [reading for reading in found if reading["bottleneck"] == bottleneck]
+    last = same[-1]
+    evidence = {each["name"]: each["value"] for each in last["evidence"]}
+    confidence = statistics.median(reading["confidence"] for reading in same)
+    return Result(situation, bottleneck, confidence, last["advice"], evidence, idle)
+
+
+def _plain(urls: list[str], training: Training) -> str:
+    return json.dumps({"urls": urls, **vars(training)})
+
+
+def _diagnosis(urls: list[str], name: str) -> dict[str, Any] | None:
+    """Return the diagnosis of a training process, as ``teleloader stats`` prints it."""
+    command = [str(Path(sysconfig.get_path("scripts"), "teleloader")), "stats", ",".join(urls), "--json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
+    consumers = found.get("total", found)["consumers"]
+    return next((consumer["diagnosis"] for consumer in consumers if name in consumer["consumer"]), None)
+
+
+def idle_fraction() -> float:
+    """Return the idle fraction of the machine's CPUs during one second."""
+    from teleloader_server.workers.procfs import cpu_ticks
+
+    cpus = os.sched_getaffinity(0)
+    idle, total = cpu_ticks(cpus)
+    time.sleep(1.0)
+    idle_now, total_now = cpu_ticks(cpus)
+    return (idle_now - idle) / max(1, total_now - total)
+
+
+def show(result: Result) -> None:
+    """Print one line of the table, and the reasons of a result that is not right."""
+    situation = result.situation
+    mark = "+" if situation.needs_cpu else " "
+    print(
+        f"{result.verdict:8} {situation.name:28} {situation.group:10} expected {situation.expected + mark:11} "
+        f"found {result.bottleneck:9} {result.confidence:.2f}  idle before {result.idle:.0%}",
+        flush=True,
+    )
+    if result.verdict != "right":
+        print(f"         {result.advice}\n         {result.evidence}", flush=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Truth table of the diagnosis.")
+    parser.add_argument("names", nargs="*", help="situations to build; all by default")
+    parser.add_argument("--group", choices=["thresholds", "judging"], help="situations of one group only")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        plain = json.loads(options.train)
+        train(plain.pop("urls"), Training(**plain))
+        return
+    wanted = [
+        situation
+        for situation in SITUATIONS
+        if options.group in (None, situation.group) and (not options.names or situation.name in options.names)
+    ]
+    results = []
+    for situation in wanted:
+        results.append(measure(situation))
+        show(results[-1])
+    counts = Counter(result.verdict for result in results)
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("right", "unknown", "unsure", "wrong")))
+
+
+if __name__ == "__main__":
+    main()
