@@ -22,21 +22,23 @@ import os
 import statistics
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.processes import ROOT, LoaderServer, end, running
+from benchmarks.processes import ROOT, SERVER, LoaderServer, end, running
 from teleloader import DataLoader, RemoteDataset
+from teleloader.api.credentials import Credentials
+from teleloader.cli.stats import TIMEOUT, read_all, total
+from teleloader.transport.selection import server_at
 from tests.faults.proxy import FaultProxy, Line
 
 SETTLE_S: Final = 13.0
@@ -180,6 +182,8 @@ class Situation:
     """Context manager that changes the server's environment."""
     line: Line | None = None
     """Link between server and training process; None for a direct connection."""
+    server_quota: float | None = None
+    """CPU quota of the server; None for no quota."""
     client_quota: float | None = None
     """CPU quota of the training process; None for no quota."""
     others: tuple[str, ...] = ()
@@ -201,26 +205,20 @@ def hogs(server: LoaderServer) -> Iterator[None]:
 
 
 @contextmanager
-def quota(pids: Sequence[int], cpus: float) -> Iterator[None]:
-    """Limit processes to a CPU quota."""
-    folder = CGROUPS / f"teleloader_{pids[0]}"
+def quota(cpus: float | None) -> Iterator[tuple[str, ...]]:
+    """Yield the beginning of a command that runs with a CPU quota; None for no quota."""
+    if cpus is None:
+        yield ()
+        return
+    folder = CGROUPS / f"teleloader_{os.getpid()}_{time.monotonic_ns()}"
     folder.mkdir()
     try:
         (folder / "cpu.cfs_quota_us").write_text(str(int(100_000 * cpus)))
-        for pid in pids:
-            (folder / "cgroup.procs").write_text(str(pid))
-        yield
+        yield "sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$0" "$@"'
     finally:
         for member in (folder / "cgroup.procs").read_text().split():
             (CGROUPS / "cgroup.procs").write_text(member)
         folder.rmdir()
-
-
-@contextmanager
-def server_quota(server: LoaderServer) -> Iterator[None]:
-    """Limit the server and its workers to 0.3 CPUs."""
-    with quota([*server.pids().values()], 0.3):
-        yield
 
 
 SAMPLER: Final[dict[str, Any]] = {"shuffle": True, "num_workers": 1, "prefetch_factor": 1}
@@ -237,7 +235,7 @@ SITUATIONS: Final = (
     ),
     Situation(
         name="workers use all CPUs", group="thresholds", expected="machine", text="add another server",
-        dataset="computing", workers=6, trainings=[Training(step=0.004)],
+        dataset="computing", workers=6, trainings=[Training(step=0.004)], needs_cpu=True,
     ),
     Situation(
         name="other programs", group="judging", expected="machine", text="other programs use", dataset="light",
@@ -245,7 +243,7 @@ SITUATIONS: Final = (
     ),
     Situation(
         name="CPU quota of the server", group="thresholds", expected="machine", text="increase the quota",
-        dataset="light", workers=2, trainings=[Training(step=0.01)], disturbance=server_quota,
+        dataset="light", workers=2, trainings=[Training(step=0.01)], server_quota=0.3, needs_cpu=True,
     ),
     Situation(
         name="straggler", group="judging", expected="io", text="Speed up this sample", dataset="straggling", workers=3,
@@ -256,15 +254,15 @@ SITUATIONS: Final = (
         trainings=[Training(step=0.012, loader=SAMPLER)],
     ),
     Situation(
-        name="tiny batches", group="judging", expected="server", text="larger batches", dataset="tiny",
+        name="tiny batches", group="judging", expected="server", text="larger batches", dataset="tiny", needs_cpu=True,
     ),
     Situation(
         name="many consumers", group="thresholds", expected="server", text="larger batches", dataset="tiny",
-        trainings=[Training(loader={"seed": number}) for number in range(6)],
+        trainings=[Training(loader={"seed": number}) for number in range(6)], needs_cpu=True,
     ),
     Situation(
         name="GIL", group="thresholds", expected="client", text="held the GIL", dataset="fast",
-        trainings=[Training(step=0.002, hogs=2, loader={"batch_size": 8})],
+        trainings=[Training(hogs=1, loader={"batch_size": 8})],
     ),
     Situation(
         name="CPU quota of the client", group="judging", expected="client", dataset="fast", client_quota=0.1,
@@ -315,7 +313,7 @@ SITUATIONS: Final = (
     ),
     Situation(
         name="training", group="thresholds", expected="training", text="1 worker would suffice", dataset="light",
-        trainings=[Training(step=0.05)],
+        trainings=[Training(step=0.05)], needs_cpu=True,
     ),
     Situation(
         name="idle", group="thresholds", expected="idle", dataset="fast", settle=25.0,
@@ -380,13 +378,25 @@ class Result:
         return "wrong" if self.confidence >= SURE or self.bottleneck == self.situation.expected else "unsure"
 
 
+@contextmanager
+def serving(situation: Situation) -> Iterator[LoaderServer]:
+    """Run the first server of a situation."""
+    with quota(situation.server_quota) as prefix:
+        hosted = [f"data=benchmarks.situations:{situation.dataset}"]
+        server = LoaderServer(hosted, situation.workers, situation.server, command=(*prefix, str(SERVER)))
+        server.start()
+        try:
+            server.await_ready()
+            yield server
+        finally:
+            end(server.process)
+
+
 def measure(situation: Situation) -> Result:
     """Build a situation, and return its diagnosis."""
     idle = idle_fraction()
     with ExitStack() as stack:
-        server = stack.enter_context(
-            running([f"data=benchmarks.situations:{situation.dataset}"], situation.workers, *situation.server)
-        )
+        server = stack.enter_context(serving(situation))
         others = [running([f"data=benchmarks.situations:{other}"], 2) for other in situation.others]
         urls = [server.url, *(stack.enter_context(other).url for other in others)]
         if situation.line is not None:
@@ -397,13 +407,11 @@ def measure(situation: Situation) -> Result:
             stack.enter_context(situation.disturbance(server))
         names = []
         for training in situation.trainings:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.situations", "--train", _plain(urls, training)], cwd=ROOT
-            )
+            prefix = stack.enter_context(quota(situation.client_quota))
+            command = [*prefix, sys.executable, "-m", "benchmarks.situations", "--train", _plain(urls, training)]
+            process = subprocess.Popen(command, cwd=ROOT)
             stack.callback(end, process)
             names.append(f":{process.pid}/")
-            if situation.client_quota is not None:
-                stack.enter_context(quota([process.pid], situation.client_quota))
         time.sleep(situation.settle)
         readings = []
         for _ in range(READINGS):
@@ -425,11 +433,10 @@ def _plain(urls: list[str], training: Training) -> str:
 
 
 def _diagnosis(urls: list[str], name: str) -> dict[str, Any] | None:
-    """Return the diagnosis of a training process, as ``teleloader stats`` prints it."""
-    command = [str(Path(sysconfig.get_path("scripts"), "teleloader")), "stats", ",".join(urls), "--json"]
-    found = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
-    consumers = found.get("total", found)["consumers"]
-    return next((consumer["diagnosis"] for consumer in consumers if name in consumer["consumer"]), None)
+    """Return the diagnosis of a training process, as ``teleloader stats`` shows it."""
+    found = total(read_all([server_at(url, TIMEOUT, Credentials()) for url in urls], 1000))
+    mine = next((consumer for consumer in found.consumers if name in consumer.consumer), None)
+    return None if mine is None else asdict(mine.diagnosis)
 
 
 def idle_fraction() -> float:

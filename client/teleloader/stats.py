@@ -58,10 +58,10 @@ class LoaderStats:
     """Samples of the epoch that were skipped or replaced (``on_error``), including those before a saved state."""
 
 
-CONTENDED_S: Final = 0.001
-"""Time in seconds to read the first bytes of a response, which have arrived, from which other threads hold the GIL.
+LATE_S: Final = 0.003
+"""Time in seconds from the delivery of a batch until the training loop continues, from which it continues late.
 
-Without them, it takes less than 0.1 ms. A thread that computes in Python releases the GIL after 5 ms.
+It usually takes less than 0.3 ms. A thread that computes in Python releases the GIL after 5 ms.
 """
 
 
@@ -69,8 +69,6 @@ class Arrival(NamedTuple):
     """Times of one response, by ``time.perf_counter()``."""
 
     first_byte: float
-    head: float
-    """Time at which the first bytes had been read; the thread that reads them needs the GIL."""
     last_byte: float
     cpu: float
     """CPU time of the receiving thread since its previous response, in seconds."""
@@ -83,7 +81,9 @@ class ReceivingCounters:
         self._busy = 0.0
         self._cpu = 0.0
         self._responses = 0
-        self._contended = 0
+        self._process = 0.0
+        self._wakeups = 0
+        self._late = 0
         self._waits: dict[str, tuple[float, float]] = {}
         """Data wait of the training loop until the first byte of a response, and until the last one, by server."""
 
@@ -99,12 +99,23 @@ class ReceivingCounters:
         self._busy += now - arrival.first_byte
         self._cpu += arrival.cpu
         self._responses += 1
-        self._contended += arrival.head - arrival.first_byte >= CONTENDED_S
         if since is not None:
             pending, reading = self._waits.get(server, (0.0, 0.0))
             pending += max(0.0, arrival.first_byte - since)
             reading += max(0.0, arrival.last_byte - max(arrival.first_byte, since))
             self._waits[server] = pending, reading
+
+    def waited(self, cpu: float, since_delivery: float | None) -> None:
+        """Count a wait of the training loop, in its thread.
+
+        Args:
+            cpu: CPU time of the process during the wait in seconds.
+            since_delivery: Seconds since the batch was delivered; None if the time is unknown.
+        """
+        self._process += cpu
+        if since_delivery is not None:
+            self._wakeups += 1
+            self._late += since_delivery >= LATE_S
 
     def totals(self, server: str, waits: float) -> ReceivingTotals | None:
         """Return the totals to report to a server; None before the first response.
@@ -118,7 +129,7 @@ class ReceivingCounters:
         pending, reading = self._waits.get(server, (0.0, 0.0))
         elsewhere = sum(sum(parts) for url, parts in list(self._waits.items()) if url != server)
         return ReceivingTotals(
-            pending + waits, reading, elsewhere, self._busy, self._cpu, self._responses, self._contended
+            pending + waits, reading, elsewhere, self._busy, self._cpu, self._process, self._wakeups, self._late
         )
 
 
@@ -159,6 +170,8 @@ class Measures:
         self._receiving: ReceivingCounters = ReceivingCounters() if before is None else before._receiving
         self._attributed: float | None = None
         """Start time of the wait that is included in `_receiving`; None before the first one."""
+        self._delivered = 0.0
+        """Time at which the batch for which the training loop waited had been decoded."""
         self._before = ConsumerReport(0.0, 0.0, 0, 0, 0)
         self._current = before
         """Measurements of the iteration that the training loop is in, to report until `begin` is called."""
@@ -183,15 +196,19 @@ class Measures:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context manager that adds its duration to the data wait of the training loop."""
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         before, _ = self._waited
         self._waited = before, began
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
+            now = time.perf_counter()
+            seconds = now - began
             self._waited = before + seconds, None
             self._waits.observe((seconds,))
+            # a copy to a device follows the delivery
+            is_known = self._delivered > began and not self.copy
+            self._receiving.waited(time.process_time() - used, now - self._delivered if is_known else None)
 
     def step(self, number: int) -> None:
         """Count a batch that the training loop received; repeated calls for the same batch have no effect."""
@@ -219,7 +236,7 @@ class Measures:
         if not is_awaited or since == self._attributed:
             since = None
         if since is not None:
-            self._attributed = since
+            self._attributed, self._delivered = since, now
         self._receiving.add(server, arrival, now, since)
 
     # -- in any thread

@@ -197,7 +197,7 @@ class _Connection:
         self._first = BatchId(key, epoch, 0)
         self._wanted = BatchRequest(BatchRanges())
         self.trace: RequestTrace | None = None
-        self.first_byte = self.head = 0
+        self.first_byte = 0
         self.verified = 0
         self.is_usable = True
 
@@ -220,7 +220,7 @@ class _Connection:
             raise ProtocolError(
                 f"batch {start} has {len(frame):,} bytes, and the limit is {max_bytes:,}: increase max_batch_bytes"
             )
-        self.first_byte = self.head = time.time_ns()
+        self.first_byte = time.time_ns()
         memory = buffers.take(len(frame), batches)
         memory.data[:] = frame
         return memory

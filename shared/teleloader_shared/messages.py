@@ -63,13 +63,15 @@ class ReceivingTotals(NamedTuple):
     """Time from the first byte of a response until its batches were decoded."""
     cpu: float
     """CPU time of the receiving threads."""
-    responses: float
-    contended: float
-    """Responses of which a receiving thread could not read the first bytes at once, because other threads of the
-    process held the GIL."""
+    process: float
+    """CPU time of the process while the training loop waited."""
+    wakeups: float
+    """Waits of the training loop that ended with the delivery of a batch."""
+    late: float
+    """Those of them after which the training loop did not continue at once, because it had neither GIL nor CPU."""
 
 
-NO_RECEIVING: Final = ReceivingTotals(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
+NO_RECEIVING: Final = ReceivingTotals(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ class ConsumerReport:
             return text
         return (
             f"{text},pending={found.pending:.3f},reading={found.reading:.3f},elsewhere={found.elsewhere:.3f},"
-            f"busy={found.busy:.3f},cpu={found.cpu:.3f},responses={found.responses:.0f},contended={found.contended:.0f}"
+            f"busy={found.busy:.3f},cpu={found.cpu:.3f},process={found.process:.3f},wakeups={found.wakeups:.0f},"
+            f"late={found.late:.0f}"
         )
 
     @classmethod
@@ -124,7 +127,7 @@ _REPORT: Final = re.compile(
 )
 _RECEIVING: Final = re.compile(
     rf",pending={_SECONDS},reading={_SECONDS},elsewhere={_SECONDS},busy={_SECONDS},cpu={_SECONDS},"
-    r"responses=(\d{1,18}),contended=(\d{1,18})(?:,|$)",
+    rf"process={_SECONDS},wakeups=(\d{{1,18}}),late=(\d{{1,18}})(?:,|$)",
     re.ASCII,
 )
 

@@ -40,7 +40,7 @@ THROTTLED = MACHINE._replace(cpus=4, own=1.5, idle=0.6, quota=1.5, throttled=0.7
 
 def receiving(pending: float = 0.0, reading: float = 0.0, **known: float) -> Receiving:
     """Return the measurements of receiving threads that wait for responses."""
-    return Receiving(pending, reading, elsewhere=0.0, busy=0.1, cpu=0.02, contended=0.0)._replace(**known)
+    return Receiving(pending, reading, elsewhere=0.0, busy=0.1, cpu=0.02, process=0.1, late=0.0)._replace(**known)
 
 
 def consumption(**known: Any) -> ConsumerRates:
@@ -262,11 +262,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         "Send fewer bytes (smaller dtypes such as uint8), or use several training processes.",
     ),
     "other threads hold the GIL": (
-        {**READY, "receiving": receiving(0.2, 0.1, busy=0.5, cpu=0.01, contended=0.9)},
+        {**READY, "receiving": receiving(0.2, 0.1, busy=0.5, cpu=0.02, process=1.0, late=0.9)},
         {},
         "client",
         4,
-        "for 90 % of the responses, other threads of the training process held the GIL. Move their work to processes",
+        "other threads of the training process compute 0.98 s/s meanwhile, and hold the GIL. Move their work",
     ),
     "the client has no CPU": (
         {**READY, "receiving": receiving(0.02, 0.02, busy=0.5, cpu=0.05)},
@@ -411,7 +411,7 @@ def test_the_number_of_workers_is_what_a_model_of_both_needs(
 
 SHARE = st.floats(0, 1)
 SECONDS = st.floats(0, 1e4)
-RECEIVING = st.builds(Receiving, SHARE, SHARE, SHARE, st.floats(0, 4), st.floats(0, 4), SHARE)
+RECEIVING = st.builds(Receiving, SHARE, SHARE, SHARE, st.floats(0, 4), st.floats(0, 4), st.floats(0, 4), SHARE)
 LINKS = st.builds(Link, st.floats(0, 10), st.floats(0, 1e10), st.none() | SHARE, st.none() | SHARE, st.none() | SHARE)
 CONSUMERS = st.builds(
     ConsumerRates, SECONDS, st.just(0.0) | SECONDS, st.floats(0, 1e6), st.floats(0, 1e12), SHARE, SHARE,

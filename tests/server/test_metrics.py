@@ -119,9 +119,9 @@ def test_the_measurements_of_receiving_threads_are_rates() -> None:
     """A client that stops to report them reports none."""
     loop = LoopCounters(0.0)
     for second in range(5):
-        totals = ReceivingTotals(0.5 * second, 0.25 * second, 0.0, 0.1 * second, 0.05 * second, 10 * second, second)
+        totals = ReceivingTotals(*(rate * second for rate in (0.5, 0.25, 0.0, 0.1, 0.05, 0.2, 10, 1)))
         loop.add_report(ConsumerReport(second, 0.75 * second, 1 + second, 0, 0, totals), second)
-    assert loop.recent(4.0).receiving == pytest.approx((0.5, 0.25, 0.0, 0.1, 0.05, 10, 1))
+    assert loop.recent(4.0).receiving == pytest.approx((0.5, 0.25, 0.0, 0.1, 0.05, 0.2, 10, 1))
     loop.add_report(ConsumerReport(5.0, 3.75, 6, 0, 0), 5.0)
     assert loop.recent(5.0).receiving is None
 

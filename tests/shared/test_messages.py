@@ -10,7 +10,7 @@ from teleloader_shared.messages import MAX_REPORT, ConsumerReport, ReceivingTota
 
 COUNTS = st.integers(0, 10**9 - 1)
 SECONDS = st.floats(0, 999_999_998)
-RECEIVING = st.builds(ReceivingTotals, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, COUNTS, COUNTS)
+RECEIVING = st.builds(ReceivingTotals, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, COUNTS, COUNTS)
 REPORTS = st.builds(
     lambda elapsed, share, *counts: ConsumerReport(elapsed, elapsed * share, *counts),
     st.floats(0, 999_999_998), st.floats(0, 1), COUNTS, COUNTS, COUNTS, st.none() | RECEIVING,
@@ -43,10 +43,10 @@ def test_entries_that_come_later_are_ignored() -> None:
 def test_the_measurements_of_receiving_threads_may_follow_other_entries() -> None:
     """If they are incomplete or invalid, the rest of the report is used."""
     known = "elapsed=2.500,waited=1.250,taken=7,reconnects=1,hedges=2,position=3"
-    received = "pending=1.0,reading=0.2,elsewhere=0.1,busy=0.5,cpu=0.25,responses=4,contended=1"
+    received = "pending=1.0,reading=0.2,elsewhere=0.1,busy=0.5,cpu=0.25,process=0.75,wakeups=4,late=1"
     found = ConsumerReport.from_header(f"{known},{received},colour=red")
     assert found is not None
-    assert found.receiving == ReceivingTotals(1.0, 0.2, 0.1, 0.5, 0.25, 4, 1)
+    assert found.receiving == ReceivingTotals(1.0, 0.2, 0.1, 0.5, 0.25, 0.75, 4, 1)
     for damaged in ("pending=1.0", received.replace("cpu=0.25", "cpu=nan")):
         report = ConsumerReport.from_header(f"{known},{damaged}")
         assert report is not None

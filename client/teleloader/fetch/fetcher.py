@@ -332,8 +332,7 @@ class Fetcher:
     def _arrival(self, connection: Connection, now: float, last_byte: int) -> Arrival:
         """Return the times of the last response, given the time of its last byte on two clocks."""
         before, self._cpu = self._cpu, time.thread_time()
-        first, head = ((last_byte - earlier) / 1e9 for earlier in (connection.first_byte, connection.head))
-        return Arrival(now - max(0.0, first), now - max(0.0, head), now, self._cpu - before)
+        return Arrival(now - max(0.0, (last_byte - connection.first_byte) / 1e9), now, self._cpu - before)
 
     def _receive(self, connection: Connection, wanted: BatchRequest) -> Memory | None:
         """Receive the response to the oldest request; return None if the request was sent again instead."""

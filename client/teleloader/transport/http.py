@@ -195,7 +195,6 @@ class HttpConnection:
         self._path = parts.path + path
         self.trace: RequestTrace | None = None
         self.first_byte = 0
-        self.head = 0
         self.verified = 0
         self._sent_token: str | None = None
         """Token that the last request carried."""
@@ -264,7 +263,6 @@ class HttpConnection:
 
     def _receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
         with self._http.getresponse() as response:
-            self.head = time.time_ns()
             if response.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._sent_token):
                 raise TransportError("the server rejected the previous token")
             if response.status != http.client.OK:

@@ -29,8 +29,6 @@ class Connection(Protocol):
     """Span of the last request; None if tracing is disabled."""
     first_byte: int
     """Arrival time of the first byte of the last response, as ``time.time_ns()``."""
-    head: int
-    """Time at which the headers of the last response had been read, as ``time.time_ns()``."""
 
     verified: int
     """Size of the frames at the start of the last response whose checksums need not be verified: they were verified

@@ -224,8 +224,8 @@ def client(consumer: ConsumerRates, *, is_contended: bool) -> str:
     waits = f"{_waits(consumer)}, although batches have arrived"
     if is_contended and receiving is not None:
         return (
-            f"{waits}: for {_percent(receiving.contended)} of the responses, other threads of the training process "
-            "held the GIL. Move their work to processes, or to libraries that release the GIL."
+            f"{waits}: other threads of the training process compute {number(receiving.others)} s/s meanwhile, and "
+            "hold the GIL. Move their work to processes, or to libraries that release the GIL."
         )
     if receiving is not None and receiving.cpu >= MIN_COMPUTING * receiving.busy:
         return (
@@ -312,7 +312,8 @@ def _measured(consumer: ConsumerRates, pool: PoolLoad, parts: Parts) -> Iterator
         yield "memory budget full", _percent(pool.memory_full)
     if consumer.receiving is not None:
         yield "receiving threads computing", number(consumer.receiving.cpu)
-        yield "responses that waited for the GIL", _percent(consumer.receiving.contended)
+        yield "other threads of the client computing", number(consumer.receiving.others)
+        yield "waits that ended late", _percent(consumer.receiving.late)
     link = consumer.link
     if link is not None:
         yield "round-trip time", seconds(link.rtt)
@@ -340,6 +341,8 @@ def _of_machine(pool: PoolLoad) -> Iterator[tuple[str, str]]:
         yield "I/O pressure", _percent(machine.io_pressure)
     if main.cpu is not None:
         yield "main process computing", _percent(main.cpu)
+    if main.cpu_wait is not None:
+        yield "main process waiting for a CPU", _percent(main.cpu_wait)
     yield "event loop lag", seconds(main.lag)
 
 

@@ -17,7 +17,7 @@ import math
 from typing import Final, NamedTuple
 
 from teleloader_server.stats import advice
-from teleloader_server.stats.evidence import ConsumerRates, Parts, PoolLoad
+from teleloader_server.stats.evidence import ConsumerRates, Parts, PoolLoad, Receiving
 from teleloader_shared.stats import WINDOW, Bottleneck, Diagnosis
 
 MIN_DATA_WAIT: Final = 0.05
@@ -42,9 +42,11 @@ MAIN_QUEUED: Final = 0.25
 """Fraction of time without a CPU from which the main process is delayed by the CPUs and not by its work."""
 SLOW_EVENT_LOOP_S: Final = 0.01
 """Event loop lag in seconds above which the server's main process is the bottleneck."""
-CONTENDED: Final = 0.5
-"""Fraction of responses with a wait for the GIL from which other threads delay the client."""
-LOSS: Final = 0.01
+LATE: Final = 0.5
+"""Fraction of waits from which the training loop continues late, if other threads compute meanwhile."""
+OTHERS: Final = 0.5
+"""CPUs of other threads of the training process, while its training loop waits, from which they hold the GIL."""
+LOSS: Final = 0.02
 """Fraction of retransmitted segments from which the network loses packets."""
 STRAGGLER_FACTOR: Final = 3.0
 """Multiple of the median computing time from which a batch is a straggler."""
@@ -101,7 +103,7 @@ def split(consumer: ConsumerRates) -> Parts:
     reading = min(wait - elsewhere - pending, receiving.reading)
     not_ready = min(pending, starved)
     in_transit, in_client = pending - not_ready, wait - elsewhere - pending - reading
-    if receiving.contended >= CONTENDED:
+    if is_contended(receiving):
         # each read waits for the GIL, so that bytes that have arrived seem to be in transit
         return Parts(not_ready, 0.0, in_client + in_transit + reading, elsewhere)
     if receiving.busy > 0 and receiving.cpu >= MAJORITY * receiving.busy:
@@ -154,14 +156,16 @@ def _finding(consumer: ConsumerRates, pool: PoolLoad, parts: Parts, needed: int 
     if parts.not_ready == largest:
         cause = _of_unready(consumer, pool, needed)
     elif parts.in_client == largest:
-        cause = Finding("client", 1.0, advice.client(consumer, is_contended=_is_contended(consumer)))
+        is_gil = consumer.receiving is not None and is_contended(consumer.receiving)
+        cause = Finding("client", 1.0, advice.client(consumer, is_contended=is_gil))
     else:
         cause = _of_transit(consumer, pool, parts)
     return cause._replace(certainty=cause.certainty * certainty)
 
 
-def _is_contended(consumer: ConsumerRates) -> bool:
-    return consumer.receiving is not None and consumer.receiving.contended >= CONTENDED
+def is_contended(receiving: Receiving) -> bool:
+    """Return True if other threads of the training process hold the GIL while its training loop waits."""
+    return receiving.late >= LATE and receiving.others >= OTHERS
 
 
 # -- batches that are not ready
@@ -233,11 +237,13 @@ def _of_main_process(consumer: ConsumerRates, pool: PoolLoad) -> Finding:
 
 def _of_transit(consumer: ConsumerRates, pool: PoolLoad, parts: Parts) -> Finding:
     """Explain why ready batches do not arrive."""
-    if _is_main_process_full(pool):
-        return _of_main_process(consumer, pool)
     link, receiving = consumer.link, consumer.receiving
+    is_slow = receiving is not None and receiving.reading >= MAJORITY * parts.in_transit
+    # an event loop that lags delays the start of a response, and not its bytes
+    if (pool.main.cpu or 0.0) >= MAIN_BUSY or (_is_main_process_full(pool) and not is_slow):
+        return _of_main_process(consumer, pool)
     if link is not None and link.retransmitted is not None and link.retransmitted >= LOSS:
         return Finding("network", 0.95, advice.loss(consumer))
-    if receiving is not None and receiving.reading < MAJORITY * parts.in_transit:
+    if receiving is not None and not is_slow:
         return Finding("network", 0.9, advice.delay(consumer, pool))
     return Finding("network", 0.95, advice.rate(consumer))

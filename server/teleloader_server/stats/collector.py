@@ -385,7 +385,7 @@ def _rates(
         data_wait_fraction=recent.data_wait,
         stages=seconds.stages,
         step=recent.step,
-        receiving=_receiving(recent.receiving),
+        receiving=_receiving(recent.receiving, recent.data_wait),
         straggler=_straggler(snapshot, latest.loader, now),
         typical=latest.loader.times.typical,
         p99=latest.loader.times.p99,
@@ -397,13 +397,14 @@ def _rates(
     return rates, ConsumerLoad(latest.epoch, recent.batches, recent.data_wait, recent.step, recent.span, seconds.work)
 
 
-def _receiving(totals: ReceivingTotals | None) -> Receiving | None:
-    """Return the rates of a client's receiving threads, given the rates of its totals."""
+def _receiving(totals: ReceivingTotals | None, data_wait: float | None) -> Receiving | None:
+    """Return the rates of a client's receiving threads, given the rates of its totals and its data wait."""
     if totals is None:
         return None
-    contended = as_share(totals.contended / totals.responses) if totals.responses else 0.0
+    late = as_share(totals.late / totals.wakeups) if totals.wakeups else 0.0
     waits = (as_share(totals.pending), as_share(totals.reading), as_share(totals.elsewhere))
-    return Receiving(*waits, totals.busy, totals.cpu, contended)
+    process = totals.process / data_wait if data_wait else 0.0
+    return Receiving(*waits, totals.busy, totals.cpu, process, late)
 
 
 def _is_finished(consumer: Consumer, now: float) -> bool:

@@ -35,9 +35,15 @@ class Receiving(NamedTuple):
     """Number of receiving threads that had a response to read or to decode, on average."""
     cpu: float
     """Number of receiving threads that computed, on average."""
-    contended: float
-    """Fraction of the responses of which a receiving thread could not read the first bytes at once, because other
-    threads of the process held the GIL."""
+    process: float
+    """Number of CPUs that the training process used while its training loop waited, on average over these waits."""
+    late: float
+    """Fraction of the waits after which the training loop did not continue at once, because it had no GIL or no CPU."""
+
+    @property
+    def others(self) -> float:
+        """CPUs that other threads of the training process used while the training loop waited."""
+        return max(0.0, self.process - self.cpu)
 
 
 class Link(NamedTuple):
