@@ -34,11 +34,12 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.processes import ROOT, SERVER, LoaderServer, end, running
+from benchmarks.processes import ROOT, SERVER, START_TIMEOUT, LoaderServer, end, running
 from teleloader import DataLoader, RemoteDataset
 from teleloader.api.credentials import Credentials
 from teleloader.cli.stats import TIMEOUT, read_all, total
 from teleloader.transport.selection import server_at
+from teleloader_shared.stats import ConsumerStats
 from tests.faults.proxy import FaultProxy, Line
 
 SETTLE_S: Final = 13.0
@@ -126,8 +127,8 @@ def straggling() -> Samples:
 
 
 def uneven() -> Samples:
-    """Return samples that sleep for 1 ms, and one of 4 that sleeps for 44 ms longer."""
-    return Samples(blocked=0.001, every=4, slow=0.044)
+    """Return samples that sleep for 1 ms, and one of 8 that sleeps for 44 ms longer."""
+    return Samples(blocked=0.001, every=8, slow=0.044)
 
 
 def bulky() -> Samples:
@@ -251,7 +252,7 @@ SITUATIONS: Final = (
     ),
     Situation(
         name="uneven batches", group="thresholds", expected="prefetch", text="prefetch more", dataset="uneven",
-        trainings=[Training(step=0.012, loader=SAMPLER)],
+        trainings=[Training(step=0.004, loader=SAMPLER)],
     ),
     Situation(
         name="tiny batches", group="judging", expected="server", text="larger batches", dataset="tiny", needs_cpu=True,
@@ -262,7 +263,7 @@ SITUATIONS: Final = (
     ),
     Situation(
         name="GIL", group="thresholds", expected="client", text="held the GIL", dataset="fast",
-        trainings=[Training(hogs=1, loader={"batch_size": 8})],
+        trainings=[Training(hogs=1, loader={"batch_size": 8})], needs_cpu=True,
     ),
     Situation(
         name="CPU quota of the client", group="judging", expected="client", dataset="fast", client_quota=0.1,
@@ -412,11 +413,15 @@ def measure(situation: Situation) -> Result:
             process = subprocess.Popen(command, cwd=ROOT)
             stack.callback(end, process)
             names.append(f":{process.pid}/")
+        asked = urls if situation.others else [server.url]
+        deadline = time.monotonic() + START_TIMEOUT
+        while not _is_training(asked, names[0]) and time.monotonic() < deadline:
+            time.sleep(0.5)
         time.sleep(situation.settle)
         readings = []
         for _ in range(READINGS):
             time.sleep(READING_EVERY)
-            readings += [_diagnosis(urls if situation.others else [server.url], names[0])]
+            readings.append(_diagnosis(asked, names[0]))
     found = [reading for reading in readings if reading is not None]
     if not found:
         return Result(situation, "unknown", 0.0, "The consumer is not listed.", {}, idle)
@@ -432,11 +437,21 @@ def _plain(urls: list[str], training: Training) -> str:
     return json.dumps({"urls": urls, **vars(training)})
 
 
-def _diagnosis(urls: list[str], name: str) -> dict[str, Any] | None:
-    """Return the diagnosis of a training process, as ``teleloader stats`` shows it."""
+def _consumer(urls: list[str], name: str) -> ConsumerStats | None:
+    """Return the statistics of a training process, as ``teleloader stats`` shows them."""
     found = total(read_all([server_at(url, TIMEOUT, Credentials()) for url in urls], 1000))
-    mine = next((consumer for consumer in found.consumers if name in consumer.consumer), None)
-    return None if mine is None else asdict(mine.diagnosis)
+    return next((consumer for consumer in found.consumers if name in consumer.consumer), None)
+
+
+def _is_training(urls: list[str], name: str) -> bool:
+    """Return True if a training process has received its first batches."""
+    found = _consumer(urls, name)
+    return found is not None and found.data_wait_fraction is not None
+
+
+def _diagnosis(urls: list[str], name: str) -> dict[str, Any] | None:
+    found = _consumer(urls, name)
+    return None if found is None else asdict(found.diagnosis)
 
 
 def idle_fraction() -> float:

@@ -26,7 +26,7 @@ SURE_DATA_WAIT: Final = 0.15
 """Data wait from which it is certain that the training loop waits."""
 MAJORITY: Final = 0.5
 """Minimum share of an effect that its cause must explain."""
-WORKERS_BUSY: Final = 0.75
+WORKERS_BUSY: Final = 0.65
 """Busy fraction of the workers from which they count as the limit of the batch rate."""
 MIN_IDLE: Final = 0.1
 """Idle fraction of the machine's CPUs below which further workers would find no CPU."""
@@ -50,6 +50,8 @@ LOSS: Final = 0.02
 """Fraction of retransmitted segments from which the network loses packets."""
 STRAGGLER_FACTOR: Final = 3.0
 """Multiple of the median computing time from which a batch is a straggler."""
+STARVED: Final = 0.4
+"""Minimum share of a data wait without a main part that missing CPUs must explain."""
 MIN_SECONDS: Final = 2.0
 """Loading time in seconds before the first diagnosis."""
 MAX_WORKERS: Final = 1024
@@ -150,7 +152,7 @@ def _finding(consumer: ConsumerRates, pool: PoolLoad, parts: Parts, needed: int 
         sure = 0.6 + 0.4 * min(1.0, (wait - MIN_DATA_WAIT) / (SURE_DATA_WAIT - MIN_DATA_WAIT))
         certainty = sure * largest / wait
         if largest < MAJORITY * wait:
-            return Finding("unknown", 0.0, advice.unexplained(consumer, parts))
+            return _of_several(consumer, pool, parts, wait)
     if parts.elsewhere == largest:
         return Finding("unknown", 0.0, advice.elsewhere(consumer))
     if parts.not_ready == largest:
@@ -161,6 +163,32 @@ def _finding(consumer: ConsumerRates, pool: PoolLoad, parts: Parts, needed: int 
     else:
         cause = _of_transit(consumer, pool, parts)
     return cause._replace(certainty=cause.certainty * certainty)
+
+
+def _of_several(consumer: ConsumerRates, pool: PoolLoad, parts: Parts, wait: float) -> Finding:
+    """Explain a wait without a main part: CPUs that are full delay workers, main process and client alike."""
+    main = pool.main
+    busy = (main.cpu or 0.0) + (main.cpu_wait or 0.0)
+    queued = parts.not_ready * min(1.0, pool.cpu_wait / pool.load) if pool.load else 0.0
+    if busy:
+        queued += parts.in_transit * (main.cpu_wait or 0.0) / busy
+    if _has_no_cpu(pool) and queued >= STARVED * wait:
+        return Finding("machine", queued / wait, _machine_advice(consumer, pool))
+    return Finding("unknown", 0.0, advice.unexplained(consumer, parts))
+
+
+def _has_no_cpu(pool: PoolLoad) -> bool:
+    """Return True if the CPUs of the machine are full, or the quota is used up."""
+    machine = pool.machine
+    return (machine.idle is not None and machine.idle < MIN_IDLE) or _is_throttled(pool)
+
+
+def _is_throttled(pool: PoolLoad) -> bool:
+    return (pool.machine.throttled or 0.0) >= THROTTLED
+
+
+def _machine_advice(consumer: ConsumerRates, pool: PoolLoad) -> str:
+    return advice.machine(consumer, pool, is_throttled=_is_throttled(pool))
 
 
 def is_contended(receiving: Receiving) -> bool:
@@ -190,17 +218,15 @@ def _of_unready(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> 
 
 def _of_workers(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> Finding:
     """Explain why the workers are busy: they compute, are blocked, or have no CPU."""
-    load, machine = pool.load, pool.machine
+    load = pool.load
     if pool.cpu is None or load <= 0:
         return Finding("workers", 0.8, advice.workers(consumer, pool, needed))
     queued = min(pool.cpu_wait, load)
     computing = min(pool.cpu, load - queued)
     blocked = load - computing - queued
-    is_full = machine.idle is not None and machine.idle < MIN_IDLE
-    is_throttled = machine.throttled is not None and machine.throttled >= THROTTLED
-    short = queued + (computing if is_full or is_throttled else 0.0)
+    short = queued + (computing if _has_no_cpu(pool) else 0.0)
     if short >= MAJORITY * load:
-        return Finding("machine", short / load, advice.machine(consumer, pool, is_throttled=is_throttled))
+        return Finding("machine", short / load, _machine_advice(consumer, pool))
     if blocked >= MAJORITY * load:
         return Finding("io", blocked / load, advice.blocked(consumer, pool, needed))
     if computing >= MAJORITY * load:
@@ -213,6 +239,8 @@ def _of_latency(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> 
     of_workers = _of_workers(consumer, pool, needed)
     if of_workers.bottleneck == "machine":
         return of_workers
+    if _has_no_cpu(pool) and (pool.main.cpu_wait or 0.0) >= MAIN_QUEUED:
+        return _of_main_process(consumer, pool)
     if is_straggling(consumer):
         label: Bottleneck = "io" if of_workers.bottleneck == "io" else "workers"
         return Finding(label, 0.8, advice.straggler(consumer, pool))
@@ -230,8 +258,7 @@ def _of_main_process(consumer: ConsumerRates, pool: PoolLoad) -> Finding:
     """Explain why the main process is late: it computes, or has no CPU."""
     computes, waits = pool.main.cpu or 0.0, pool.main.cpu_wait or 0.0
     if waits >= MAIN_QUEUED and waits >= computes:
-        is_throttled = (pool.machine.throttled or 0.0) >= THROTTLED
-        return Finding("machine", 0.9, advice.machine(consumer, pool, is_throttled=is_throttled))
+        return Finding("machine", 0.9, _machine_advice(consumer, pool))
     return Finding("server", 0.9, advice.server(consumer, pool))
 
 
@@ -242,7 +269,8 @@ def _of_transit(consumer: ConsumerRates, pool: PoolLoad, parts: Parts) -> Findin
     # an event loop that lags delays the start of a response, and not its bytes
     if (pool.main.cpu or 0.0) >= MAIN_BUSY or (_is_main_process_full(pool) and not is_slow):
         return _of_main_process(consumer, pool)
-    if link is not None and link.retransmitted is not None and link.retransmitted >= LOSS:
+    # a kernel without idle CPUs acknowledges late, and the peer retransmits what was not lost
+    if not _has_no_cpu(pool) and link is not None and (link.retransmitted or 0.0) >= LOSS:
         return Finding("network", 0.95, advice.loss(consumer))
     if receiving is not None and not is_slow:
         return Finding("network", 0.9, advice.delay(consumer, pool))
