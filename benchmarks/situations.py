@@ -3,6 +3,7 @@
     python -m benchmarks.situations                      # all of them
     python -m benchmarks.situations io "slow link"       # some of them
     python -m benchmarks.situations --group judging      # those that did not set the thresholds
+    python -m benchmarks.situations --follow io          # also follow the advice
 
 Each situation runs a server, a training process that is a process of its own, and what disturbs them. The diagnosis is
 read from ``/stats`` after `SETTLE_S` seconds of training: the one that most of `READINGS` readings have. It is *right*
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -27,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -50,6 +52,8 @@ SURE: Final = 0.7
 """Confidence from which a wrong bottleneck counts as wrong."""
 FULL: Final = 0.1
 """Idle fraction of the CPUs below which the machine counts as busy."""
+LENGTH: Final = 100_000
+"""Samples of each dataset."""
 CGROUPS: Final = Path("/sys/fs/cgroup/cpu")
 
 # -- datasets
@@ -76,7 +80,7 @@ class Samples:
         self._began: float | None = None
 
     def __len__(self) -> int:
-        return 100_000
+        return LENGTH
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
         now = time.monotonic()
@@ -127,8 +131,8 @@ def straggling() -> Samples:
 
 
 def uneven() -> Samples:
-    """Return samples that sleep for 1 ms, and one of 8 that sleeps for 44 ms longer."""
-    return Samples(blocked=0.001, every=8, slow=0.044)
+    """Return samples that sleep for 1 ms, and one of 4 that sleeps for 44 ms longer."""
+    return Samples(blocked=0.001, every=4, slow=0.044)
 
 
 def bulky() -> Samples:
@@ -222,8 +226,8 @@ def quota(cpus: float | None) -> Iterator[tuple[str, ...]]:
         folder.rmdir()
 
 
-SAMPLER: Final[dict[str, Any]] = {"shuffle": True, "num_workers": 1, "prefetch_factor": 1}
-"""Arguments of a loader with the smallest prefetch window."""
+SAMPLER: Final[dict[str, Any]] = {"sampler": "own", "num_workers": 1, "prefetch_factor": 1}
+"""Arguments of a loader with the smallest prefetch window, which does not grow with a sampler of the user."""
 
 SITUATIONS: Final = (
     Situation(
@@ -252,7 +256,7 @@ SITUATIONS: Final = (
     ),
     Situation(
         name="uneven batches", group="thresholds", expected="prefetch", text="prefetch more", dataset="uneven",
-        trainings=[Training(step=0.004, loader=SAMPLER)],
+        trainings=[Training(step=0.008, loader=SAMPLER)],
     ),
     Situation(
         name="tiny batches", group="judging", expected="server", text="larger batches", dataset="tiny", needs_cpu=True,
@@ -330,13 +334,25 @@ SITUATIONS: Final = (
 # -- training process
 
 
+class InOrder:
+    """Sampler of a user."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
 def train(urls: list[str], training: Training) -> None:
     """Train until killed."""
     for _ in range(training.hogs):
         threading.Thread(target=_hog, daemon=True).start()
     options = {"batch_size": 1, "seed": 0, **training.loader}
-    if options.get("shuffle"):
+    if "shuffle" in options or "sampler" in options:
         options.pop("seed")
+    if "sampler" in options:
+        options["sampler"] = InOrder()
     loader = DataLoader(RemoteDataset(urls if len(urls) > 1 else urls[0]), **options)
     began = time.monotonic()
     for _ in range(training.epochs):
@@ -367,6 +383,10 @@ class Result:
     evidence: dict[str, str]
     idle: float
     """Idle fraction of the machine's CPUs before the situation."""
+    batch_rate: float = 0.0
+    """Batches/s that the training process receives."""
+    data_wait: float = 0.0
+    """Fraction of time for which its training loop waits for data."""
 
     @property
     def verdict(self) -> str:
@@ -421,16 +441,19 @@ def measure(situation: Situation) -> Result:
         readings = []
         for _ in range(READINGS):
             time.sleep(READING_EVERY)
-            readings.append(_diagnosis(asked, names[0]))
+            readings.append(_consumer(asked, names[0]))
     found = [reading for reading in readings if reading is not None]
     if not found:
         return Result(situation, "unknown", 0.0, "The consumer is not listed.", {}, idle)
-    bottleneck, _ = Counter(reading["bottleneck"] for reading in found).most_common(1)[0]
-    same = [reading for reading in found if reading["bottleneck"] == bottleneck]
-    last = same[-1]
-    evidence = {each["name"]: each["value"] for each in last["evidence"]}
-    confidence = statistics.median(reading["confidence"] for reading in same)
-    return Result(situation, bottleneck, confidence, last["advice"], evidence, idle)
+    bottleneck, _ = Counter(reading.diagnosis.bottleneck for reading in found).most_common(1)[0]
+    same = [reading for reading in found if reading.diagnosis.bottleneck == bottleneck]
+    last = same[-1].diagnosis
+    return Result(
+        situation, bottleneck, statistics.median(reading.diagnosis.confidence for reading in same), last.advice,
+        {each.name: each.value for each in last.evidence}, idle,
+        statistics.median(reading.batches_per_second for reading in found),
+        statistics.median(reading.data_wait_fraction or 0.0 for reading in found),
+    )  # fmt: skip
 
 
 def _plain(urls: list[str], training: Training) -> str:
@@ -449,9 +472,43 @@ def _is_training(urls: list[str], name: str) -> bool:
     return found is not None and found.data_wait_fraction is not None
 
 
-def _diagnosis(urls: list[str], name: str) -> dict[str, Any] | None:
-    found = _consumer(urls, name)
-    return None if found is None else asdict(found.diagnosis)
+def followed(situation: Situation, advice: str) -> Situation | None:
+    """Return a situation with the settings that an advice names; None if it names none that can be set here."""
+    first = situation.trainings[0]
+    loader: dict[str, Any] = {}
+    if (prefetch := re.search(r"prefetch_factor=(\d+)", advice)) is not None:
+        loader = {"num_workers": 1, "prefetch_factor": int(prefetch[1])}
+    elif 'compression="zstd"' in advice:
+        loader = {"compression": "zstd"}
+    elif "larger batches" in advice:
+        loader = {"batch_size": 64 * first.loader.get("batch_size", 1)}
+    if loader:
+        changed = replace(first, loader={**first.loader, **loader})
+        return replace(situation, trainings=[changed, *situation.trainings[1:]])
+    if (budget := re.search(r"--memory-budget (\w+)", advice)) is not None:
+        return replace(situation, server=("--memory-budget", budget[1]))
+    if (workers := re.search(r"--num-workers (\d+)", advice)) is not None:
+        return replace(situation, workers=int(workers[1]))
+    return None
+
+
+def follow(result: Result) -> None:
+    """Follow the advice of a result, and print what it changes.
+
+    The advice is good if samples/s rise by 20 %, or if half of the data wait disappears.
+    """
+    changed = followed(result.situation, result.advice)
+    if changed is None:
+        return
+    after = measure(changed)
+    sizes = [each.trainings[0].loader.get("batch_size", 1) for each in (result.situation, changed)]
+    rates = [each.batch_rate * size for each, size in zip((result, after), sizes, strict=True)]
+    is_good = rates[1] >= 1.2 * rates[0] or after.data_wait <= 0.5 * result.data_wait
+    print(
+        f"{'good' if is_good else 'bad':8} advice for {result.situation.name}: {rates[0]:,.1f} -> {rates[1]:,.1f} "
+        f"samples/s, data wait {result.data_wait:.0%} -> {after.data_wait:.0%}",
+        flush=True,
+    )
 
 
 def idle_fraction() -> float:
@@ -478,17 +535,18 @@ def show(result: Result) -> None:
         print(f"         {result.advice}\n         {result.evidence}", flush=True)
 
 
-def main() -> None:
-    """Run the command line."""
+def main() -> int:
+    """Run the command line; return 1 if a diagnosis is wrong."""
     parser = argparse.ArgumentParser(description="Truth table of the diagnosis.")
     parser.add_argument("names", nargs="*", help="situations to build; all by default")
     parser.add_argument("--group", choices=["thresholds", "judging"], help="situations of one group only")
+    parser.add_argument("--follow", action="store_true", help="also follow each advice, and measure again")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
         plain = json.loads(options.train)
         train(plain.pop("urls"), Training(**plain))
-        return
+        return 0
     wanted = [
         situation
         for situation in SITUATIONS
@@ -498,9 +556,12 @@ def main() -> None:
     for situation in wanted:
         results.append(measure(situation))
         show(results[-1])
+        if options.follow:
+            follow(results[-1])
     counts = Counter(result.verdict for result in results)
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("right", "unknown", "unsure", "wrong")))
+    return int(counts["wrong"] > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

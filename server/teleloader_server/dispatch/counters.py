@@ -303,7 +303,7 @@ class LoopCounters:
         """Time during which a requested batch was not ready."""
         self.sending = Stopwatch()
         """Time during which a response was being sent."""
-        self.transports: WeakSet[asyncio.Transport] = WeakSet()
+        self.transports: WeakSet[asyncio.BaseTransport] = WeakSet()
         """Transports of the client's connections."""
         self._since = now
         self._window = RateWindow(now, *self._totals(now))

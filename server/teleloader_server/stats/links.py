@@ -36,9 +36,9 @@ class Links:
     """Recent state of TCP connections, from the second measurement of a connection on."""
 
     def __init__(self) -> None:
-        self._windows: WeakKeyDictionary[asyncio.Transport, RateWindow] = WeakKeyDictionary()
+        self._windows: WeakKeyDictionary[asyncio.BaseTransport, RateWindow] = WeakKeyDictionary()
 
-    def measure(self, transports: Iterable[asyncio.Transport], now: float) -> Link | None:
+    def measure(self, transports: Iterable[asyncio.BaseTransport], now: float) -> Link | None:
         """Return the state of a client's connections together; None if none is open.
 
         Args:
@@ -57,7 +57,7 @@ class Links:
             unread=max((link.unread or 0.0 for link in known), default=None),
         )
 
-    def _link(self, transport: asyncio.Transport, now: float) -> Link | None:
+    def _link(self, transport: asyncio.BaseTransport, now: float) -> Link | None:
         state = None if transport.is_closing() else _state_of(transport.get_extra_info("socket"))
         if state is None:
             return None
