@@ -499,10 +499,10 @@ def test_bench_with_a_collate_function_and_a_type_that_is_not_imported(imaging: 
 def test_bench_shows_the_servers_diagnosis(hosting: ServerProcess) -> None:
     """The diagnosis is right for a slow dataset and for a slow loop."""
     slow = tool("bench", hosting.url, "slowly", "--batch-size", "50", "--seconds", "5")
-    assert re.search("diagnosis: (workers|io|machine) ", slow.out)
-    # a client that waits for a CPU itself consumes no batch at once
+    # a client that waits for a CPU itself consumes no batch at once; other programs may use all CPUs
     assert re.search(
-        r"enough for training steps of .*(need 4 workers \(--num-workers 4\)|CPUs? busy)|workers would keep up",
+        r"diagnosis: (workers|io) .*(enough for training steps of .*(need 4 workers \(--num-workers 4\)|CPUs? busy)|"
+        r"workers would keep up)|diagnosis: machine .*CPU",
         slow.out,
     )
     assert re.search(r"per worker +[\d,.]+ samples/s", slow.out)

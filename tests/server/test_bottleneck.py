@@ -40,7 +40,9 @@ THROTTLED = MACHINE._replace(cpus=4, own=1.5, idle=0.6, quota=1.5, throttled=0.7
 
 def receiving(pending: float = 0.0, reading: float = 0.0, **known: float) -> Receiving:
     """Return the measurements of receiving threads that wait for responses."""
-    return Receiving(pending, reading, elsewhere=0.0, busy=0.1, cpu=0.02, process=0.1, late=0.0)._replace(**known)
+    return Receiving(pending, reading, elsewhere=0.0, busy=0.1, cpu=0.02, process=0.1, wakeups=40.0, late=0.0)._replace(
+        **known
+    )
 
 
 def consumption(**known: Any) -> ConsumerRates:
@@ -268,6 +270,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         4,
         "other threads of the training process compute 0.98 s/s meanwhile, and hold the GIL. Move their work",
     ),
+    "a thread that holds the GIL does not explain a slow network": (
+        {**READY, "receiving": receiving(0.02, 0.38, process=1.0, wakeups=4.0, late=0.9)},
+        {},
+        "network",
+        4,
+        "although batches are ready: they arrive at 20.0 MB/s",
+    ),
     "the client has no CPU": (
         {**READY, "receiving": receiving(0.02, 0.02, busy=0.5, cpu=0.05)},
         {},
@@ -411,7 +420,9 @@ def test_the_number_of_workers_is_what_a_model_of_both_needs(
 
 SHARE = st.floats(0, 1)
 SECONDS = st.floats(0, 1e4)
-RECEIVING = st.builds(Receiving, SHARE, SHARE, SHARE, st.floats(0, 4), st.floats(0, 4), st.floats(0, 4), SHARE)
+RECEIVING = st.builds(
+    Receiving, SHARE, SHARE, SHARE, st.floats(0, 4), st.floats(0, 4), st.floats(0, 4), st.floats(0, 1e4), SHARE
+)
 LINKS = st.builds(Link, st.floats(0, 10), st.floats(0, 1e10), st.none() | SHARE, st.none() | SHARE, st.none() | SHARE)
 CONSUMERS = st.builds(
     ConsumerRates, SECONDS, st.just(0.0) | SECONDS, st.floats(0, 1e6), st.floats(0, 1e12), SHARE, SHARE,

@@ -42,10 +42,13 @@ MAIN_QUEUED: Final = 0.25
 """Fraction of time without a CPU from which the main process is delayed by the CPUs and not by its work."""
 SLOW_EVENT_LOOP_S: Final = 0.01
 """Event loop lag in seconds above which the server's main process is the bottleneck."""
-LATE: Final = 0.5
-"""Fraction of waits from which the training loop continues late, if other threads compute meanwhile."""
+LATE: Final = 0.1
+"""Fraction of late wake-ups of the training loop from which other threads that compute hold the GIL."""
 OTHERS: Final = 0.5
-"""CPUs of other threads of the training process, while its training loop waits, from which they hold the GIL."""
+"""CPUs of other threads of the training process, while its training loop waits, from which they may hold the GIL."""
+GIL_S: Final = 0.015
+"""Maximum delay of a response by a thread that holds the GIL, in seconds: CPython lets others wait for 5 ms, and the
+response needs the GIL when it begins to arrive, when it has been read, and when the training loop continues."""
 LOSS: Final = 0.02
 """Fraction of retransmitted segments from which the network loses packets."""
 STRAGGLER_FACTOR: Final = 3.0
@@ -107,7 +110,8 @@ def split(consumer: ConsumerRates) -> Parts:
     in_transit, in_client = pending - not_ready, wait - elsewhere - pending - reading
     if is_contended(receiving):
         # each read waits for the GIL, so that bytes that have arrived seem to be in transit
-        return Parts(not_ready, 0.0, in_client + in_transit + reading, elsewhere)
+        delayed = min(in_transit + reading, GIL_S * receiving.wakeups)
+        return Parts(not_ready, in_transit + reading - delayed, in_client + delayed, elsewhere)
     if receiving.busy > 0 and receiving.cpu >= MAJORITY * receiving.busy:
         return Parts(not_ready, in_transit, in_client + reading, elsewhere)
     return Parts(not_ready, in_transit + reading, in_client, elsewhere)

@@ -404,7 +404,7 @@ def _receiving(totals: ReceivingTotals | None, data_wait: float | None) -> Recei
     late = as_share(totals.late / totals.wakeups) if totals.wakeups else 0.0
     waits = (as_share(totals.pending), as_share(totals.reading), as_share(totals.elsewhere))
     process = totals.process / data_wait if data_wait else 0.0
-    return Receiving(*waits, totals.busy, totals.cpu, process, late)
+    return Receiving(*waits, totals.busy, totals.cpu, process, totals.wakeups, late)
 
 
 def _is_finished(consumer: Consumer, now: float) -> bool:

@@ -37,8 +37,10 @@ class Receiving(NamedTuple):
     """Number of receiving threads that computed, on average."""
     process: float
     """Number of CPUs that the training process used while its training loop waited, on average over these waits."""
+    wakeups: float
+    """Waits of the training loop per second that ended with the delivery of a batch."""
     late: float
-    """Fraction of the waits after which the training loop did not continue at once, because it had no GIL or no CPU."""
+    """Fraction of them after which the training loop did not continue at once, because it had no GIL or no CPU."""
 
     @property
     def others(self) -> float:
