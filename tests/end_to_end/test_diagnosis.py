@@ -12,7 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from teleloader import DataLoader, RemoteDataset
+from teleloader.api.credentials import Credentials
+from teleloader.cli.stats import TIMEOUT, read_all, total
+from teleloader.transport.selection import server_at
 from teleloader_server import serve
+from teleloader_shared.stats import Stats
 from tests.conftest import StartServer
 from tests.faults.proxy import FaultProxy, Line
 
@@ -139,6 +143,25 @@ def test_a_narrow_network_is_the_bottleneck(start_server: StartServer) -> None:
     evidence = {each["name"]: each["value"] for each in consumer["diagnosis"]["evidence"]}
     assert evidence["batches in transit"] != "0 %"
     assert "round-trip time" in evidence
+
+
+def test_the_slow_one_of_two_servers_explains_the_wait() -> None:
+    """The other server reports that the training loop waits elsewhere, although it sends the most batches."""
+    with serve(Rows(0.4)) as slow, serve(Rows()) as quick:
+        loader = DataLoader(RemoteDataset([slow, quick]), 1, seed=0)
+        servers = [server_at(url, TIMEOUT, Credentials()) for url in (slow, quick)]
+        for number, _ in enumerate(endless(loader)):
+            time.sleep(0.02)
+            if number % 50 == 49:
+                readings = read_all(servers, 100)
+                found = total(readings).consumers[0].diagnosis
+                if found.bottleneck == "io":
+                    break
+        quick_stats = readings[1].stats
+    assert isinstance(quick_stats, Stats)
+    of_quick = quick_stats.consumers[0]
+    assert of_quick.diagnosis.bottleneck == "unknown", of_quick
+    assert "mostly for other servers" in of_quick.diagnosis.advice
 
 
 def test_a_loop_that_has_stopped_gets_no_diagnosis() -> None:
