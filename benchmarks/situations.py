@@ -131,8 +131,8 @@ def straggling() -> Samples:
 
 
 def uneven() -> Samples:
-    """Return samples that sleep for 1 ms, and one of 4 that sleeps for 44 ms longer."""
-    return Samples(blocked=0.001, every=4, slow=0.044)
+    """Return samples that sleep for 1 ms, and one of 4 that sleeps for 25 ms longer."""
+    return Samples(blocked=0.001, every=4, slow=0.025)
 
 
 def bulky() -> Samples:
@@ -256,7 +256,7 @@ SITUATIONS: Final = (
     ),
     Situation(
         name="uneven batches", group="thresholds", expected="prefetch", text="prefetch more", dataset="uneven",
-        trainings=[Training(step=0.008, loader=SAMPLER)],
+        trainings=[Training(step=0.004, loader=SAMPLER)],
     ),
     Situation(
         name="tiny batches", group="judging", expected="server", text="larger batches", dataset="tiny", needs_cpu=True,
