@@ -181,6 +181,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         "the time: prefetch more (num_workers=1 and prefetch_factor=6 of the DataLoader), so that batches start "
         "earlier. If epochs are short, set seed= and prefetch_next_epoch=True of the DataLoader.",
     ),
+    "idle workers are assigned batches late": (
+        {"data_wait_fraction": 0.3, "starved_fraction": 0.4, "batch_rate": 10.0, "step": 0.07, "window": 40},
+        {"busy": 0.5, "cpu": 0.1},
+        "io",
+        2,
+        "although 2 workers would suffice on average",
+    ),
     "private workers start too late": (
         {"data_wait_fraction": 0.3, "starved_fraction": 0.4, "batch_rate": 10.0, "step": 0.07, "p99": 0.5},
         {"busy": 0.5, "setting": "num_workers={} of the DataLoader"},

@@ -55,6 +55,8 @@ STRAGGLER_FACTOR: Final = 3.0
 """Multiple of the median computing time from which a batch is a straggler."""
 STARVED: Final = 0.4
 """Minimum share of a data wait without a main part that missing CPUs must explain."""
+BATCHES_PER_WORKER: Final = 2
+"""Requested and prefetched batches per worker above which more prefetching would not keep the workers busier."""
 MIN_SECONDS: Final = 2.0
 """Loading time in seconds before the first diagnosis."""
 MAX_WORKERS: Final = 1024
@@ -248,6 +250,9 @@ def _of_latency(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> 
     if is_straggling(consumer):
         label: Bottleneck = "io" if of_workers.bottleneck == "io" else "workers"
         return Finding(label, 0.8, advice.straggler(consumer, pool))
+    if consumer.window > BATCHES_PER_WORKER * max(1, pool.workers):
+        # batches wait for workers, which are idle only until the next one is assigned
+        return of_workers._replace(certainty=0.75 * of_workers.certainty)
     return Finding("prefetch", 0.75, advice.prefetch(consumer, pool))
 
 
