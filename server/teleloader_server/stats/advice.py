@@ -16,7 +16,7 @@ from teleloader_shared.units import number, seconds, size
 
 CPUS_BUSY: Final = 0.8
 """CPU utilization above which additional workers would not increase the throughput."""
-WORKERS_BUSY: Final = 0.8
+HARDLY_FASTER: Final = 0.8
 """Busy fraction of the workers above which loading is hardly faster than training."""
 MIN_BATCH_RATE: Final = 0.01
 """Batches/s below which a consumer counts as receiving no batches."""
@@ -263,7 +263,7 @@ def training(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> str
         waits = "Batches are ready when they are requested"
     else:
         waits = f"{_waits(consumer)} for data"
-    if pool.busy >= WORKERS_BUSY:
+    if pool.busy >= HARDLY_FASTER:
         busy = f"the workers are busy {_percent(pool.busy)} of the time, so loading is hardly faster"
         return f"{waits}, so training is the bottleneck; {busy}."
     fewer = f": {_workers(needed)} would suffice" if needed is not None and needed < pool.workers else ""
