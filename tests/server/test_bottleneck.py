@@ -148,7 +148,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
             "starved_fraction": 0.4,
             "batch_rate": 10.0,
             "typical": 0.1,
-            "straggler": Straggler(7, 1234, 2.0),
+            "straggler": Straggler(7, 1234, 2.0, 0.3),
             "step": 0.07,
         },
         {"busy": 0.5},
@@ -164,7 +164,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
             "starved_fraction": 0.4,
             "batch_rate": 10.0,
             "typical": 0.1,
-            "straggler": Straggler(7, None, 2.0),
+            "straggler": Straggler(7, None, 2.0, 0.3),
             "step": 0.07,
         },
         {"busy": 0.5, "cpu": 0.1},
@@ -180,6 +180,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         "The training loop waits 30 % of the time for batches that are not ready, although workers are idle 50 % of "
         "the time: prefetch more (num_workers=1 and prefetch_factor=6 of the DataLoader), so that batches start "
         "earlier. If epochs are short, set seed= and prefetch_next_epoch=True of the DataLoader.",
+    ),
+    "a slow sample explains little of the wait": (
+        {
+            "data_wait_fraction": 0.3,
+            "starved_fraction": 0.4,
+            "batch_rate": 10.0,
+            "typical": 0.1,
+            "straggler": Straggler(7, 1234, 0.5, 0.05),
+        },
+        {"busy": 0.5},
+        "prefetch",
+        2,
+        "although workers are idle 50 % of the time",
     ),
     "idle workers are assigned batches late": (
         {"data_wait_fraction": 0.3, "starved_fraction": 0.4, "batch_rate": 10.0, "step": 0.07, "window": 40},
@@ -435,7 +448,7 @@ CONSUMERS = st.builds(
     ConsumerRates, SECONDS, st.just(0.0) | SECONDS, st.floats(0, 1e6), st.floats(0, 1e12), SHARE, SHARE,
     st.none() | SHARE, st.fixed_dictionaries({"fetch": SECONDS, "encode": SECONDS}), step=SECONDS,
     receiving=st.none() | RECEIVING, link=st.none() | LINKS,
-    straggler=st.none() | st.builds(Straggler, st.integers(0, 99), st.none() | st.integers(0, 999), SECONDS),
+    straggler=st.none() | st.builds(Straggler, st.integers(0, 99), st.none() | st.integers(0, 999), SECONDS, SHARE),
     typical=st.none() | SECONDS, p99=st.none() | SECONDS, window=st.integers(0, 2048), is_compressed=st.booleans(),
     has_checksum=st.booleans(), is_finished=st.sampled_from([False, False, False, True]),
 )  # fmt: skip

@@ -92,16 +92,15 @@ def test_the_time_of_a_worker_has_parts() -> None:
     assert pool.workers[0].totals(0.3) == pytest.approx((0.5, 0.04, 0.13, 0.2))
 
 
-def test_the_slowest_recent_batch_of_a_loader_is_known() -> None:
+def test_the_slow_recent_batches_of_a_loader_are_known() -> None:
     """A batch that took long is forgotten after some seconds."""
     pool = Counters().pool()
     for k, fetch in enumerate((0.01, 0.7, 0.2)):
         pool.computed(0, [task(k)], [NOTHING], report(fetch, sample=100 + k))
     loader = pool.loaders[SPEC.key]
-    found = loader.slowest(time.monotonic())
-    assert found is not None
-    assert (found.batch, found.sample, found.seconds) == (1, 101, 0.7)
-    assert loader.slowest(time.monotonic() + WINDOW + 1) is None
+    found = loader.recent_slow(time.monotonic())
+    assert [(slow.batch, slow.sample, slow.seconds) for slow in found] == [(1, 101, 0.7), (2, 102, 0.2)]
+    assert loader.recent_slow(time.monotonic() + WINDOW + 1) == []
 
 
 def test_the_time_with_full_memory_is_measured() -> None:

@@ -229,10 +229,10 @@ class LoaderCounters:
         """Record a batch that took long to fetch."""
         self._slow.append(slow)
 
-    def slowest(self, now: float) -> SlowFetch | None:
-        """Return the batch of the last `WINDOW` seconds that took longest to fetch; None if none took long."""
+    def recent_slow(self, now: float) -> list[SlowFetch]:
+        """Return the batches of the last `WINDOW` seconds that took long to fetch, slowest first."""
         recent = (slow for slow in self._slow if now - slow.when <= WINDOW)
-        return max(recent, key=lambda slow: slow.seconds, default=None)
+        return sorted(recent, key=lambda slow: slow.seconds, reverse=True)
 
     def batch_seconds(self, now: float) -> BatchSeconds:
         """Return the mean times per batch: of recent batches or, if there are none, of all batches."""

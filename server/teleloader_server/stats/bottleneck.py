@@ -127,9 +127,11 @@ def needed_workers(pool: PoolLoad) -> int | None:
 
 
 def is_straggling(consumer: ConsumerRates) -> bool:
-    """Return True if a recent batch took much longer than the others."""
+    """Return True if a recent batch took much longer than the others, and such batches explain the wait."""
     slowest, typical = consumer.straggler, consumer.typical
-    return slowest is not None and typical is not None and slowest.seconds >= STRAGGLER_FACTOR * typical
+    if slowest is None or typical is None or slowest.seconds < STRAGGLER_FACTOR * typical:
+        return False
+    return slowest.share >= MAJORITY * split(consumer).not_ready
 
 
 def _quality(consumer: ConsumerRates, pool: PoolLoad) -> float:

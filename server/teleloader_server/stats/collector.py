@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Final, NamedTuple, TypeVar
 
 from teleloader_server.dispatch.counters import BatchSeconds, ConsumerCounters, LoopCounters
@@ -43,7 +44,7 @@ from teleloader_shared.codec import BatchId
 from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.messages import PREVIEW, DatasetInfo, ReceivingTotals
 from teleloader_shared.spec import MAX_EPOCH
-from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
+from teleloader_shared.stats import WINDOW, ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
 from teleloader_shared.version import VERSION
 
 DEFAULT_CONSUMERS: Final = 100
@@ -438,12 +439,15 @@ def _load(
 def _straggler(snapshot: EngineSnapshot, loader: Loader, now: float) -> Straggler | None:
     """Return the slowest recent batch of a loader, which may not be completed."""
     counters = snapshot.engine.tally.loaders.get(loader.key)
-    slowest = None if counters is None else counters.slowest(now)
-    found = [] if slowest is None else [Straggler(slowest.batch, slowest.sample, slowest.seconds)]
+    recent = [] if counters is None else counters.recent_slow(now)
+    found = [(slow.seconds, slow.batch, slow.sample) for slow in recent]
     for state, _ in snapshot.workers:
         if state.task is not None and state.task.batch_id.loader == loader.key and state.working_for > SLOW_FROM:
-            found.append(Straggler(state.task.batch_id.batch, None, state.working_for))
-    return max(found, key=lambda each: each.seconds, default=None)
+            found.append((state.working_for, state.task.batch_id.batch, None))
+    if not found:
+        return None
+    seconds, batch, sample = max(found, key=itemgetter(0))
+    return Straggler(batch, sample, seconds, as_share(sum(each for each, _, _ in found) / WINDOW))
 
 
 def _shown(batch_id: BatchId, dataset: str, replayed: Replayed | None) -> str:

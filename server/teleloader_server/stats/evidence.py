@@ -70,6 +70,8 @@ class Straggler(NamedTuple):
     sample: int | None
     """Index of the sample that took longest; None if it is unknown."""
     seconds: float
+    share: float
+    """Recent time of all batches that took long, as a fraction of the time."""
 
 
 class ConsumerRates(NamedTuple):
