@@ -266,7 +266,7 @@ SITUATIONS: Final = (
         trainings=[Training(loader={"seed": number}) for number in range(6)], needs_cpu=True,
     ),
     Situation(
-        name="GIL", group="thresholds", expected="client", text="held the GIL", dataset="fast",
+        name="GIL", group="thresholds", expected="client", text="hold the GIL", dataset="fast",
         trainings=[Training(hogs=1, loader={"batch_size": 8})], needs_cpu=True,
     ),
     Situation(
