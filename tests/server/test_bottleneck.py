@@ -223,6 +223,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         4,
         "the event loop of the server's main process lags by 30 ms",
     ),
+    "a timer of an idle main process is late": (
+        {"data_wait_fraction": 0.3, "starved_fraction": 0.4, "batch_rate": 10.0},
+        {"busy": 0.5, "main": MainProcess(0.016, 0.09, 0.12)},
+        "prefetch",
+        2,
+        "although workers are idle 50 % of the time",
+    ),
     "the main process has no CPU": (
         READY,
         {"main": MainProcess(0.03, 0.2, 0.7), "machine": FILLED},

@@ -36,6 +36,8 @@ MEMORY_FULL: Final = 0.3
 """Fraction of time with a full memory budget from which it counts as the reason that workers are idle."""
 MAIN_BUSY: Final = 0.85
 """CPU use of the main process's event loop from which it counts as full."""
+MAIN_ACTIVE: Final = 0.3
+"""Fraction of time for which the main process computes or has no CPU, from which its lag counts."""
 MAIN_LOADED: Final = 0.5
 """CPU use from which it is the most probable reason why idle workers get no batches."""
 MAIN_QUEUED: Final = 0.25
@@ -262,7 +264,13 @@ def _of_latency(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> 
 
 
 def _is_main_process_full(pool: PoolLoad) -> bool:
-    return pool.main.lag >= SLOW_EVENT_LOOP_S or (pool.main.cpu or 0.0) >= MAIN_BUSY
+    """Return True if the main process computes all the time, or is often late.
+
+    A single late timer is a lag of the event loop, too; a thread that rarely has work delays nothing.
+    """
+    main = pool.main
+    is_active = main.cpu is None or main.cpu + (main.cpu_wait or 0.0) >= MAIN_ACTIVE
+    return (main.lag >= SLOW_EVENT_LOOP_S and is_active) or (main.cpu or 0.0) >= MAIN_BUSY
 
 
 def _of_main_process(consumer: ConsumerRates, pool: PoolLoad) -> Finding:
