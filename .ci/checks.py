@@ -256,6 +256,7 @@ def nightly() -> Iterator[Step]:
     quick = "" if shutil.which("nvidia-smi") else "--quick --minutes 20"
     yield Step("gpu", f"make gpu VENV=.venv-gpu GPU='--output build/gpu {quick}'")
     yield Step("benchmarks", f"{python('.venv')} -m benchmarks --quick --rounds 1", after=("environment",))
+    yield Step("diagnosis", f"{python('.venv')} -m benchmarks.situations", after=("environment",))
     yield from oldest("tests", 3)
     yield from other_pythons(f"{UNITS} {SMOKE}", 3)
     yield from audit("docker/requirements/*.txt build/ci/oldest.txt", after=("tools", "oldest packages"))

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from teleloader.tensors.memory import HostBuffers
 from teleloader_shared.histogram import Histogram
-from teleloader_shared.messages import ConsumerReport
+from teleloader_shared.messages import ConsumerReport, ReceivingTotals
 from teleloader_shared.stats import Latency
 
 
@@ -87,6 +87,81 @@ class Totals(NamedTuple):
     errors: int = 0
 
 
+LATE_S: Final = 0.003
+"""Time in seconds from the delivery of a batch until the training loop continues, from which it continues late.
+
+It usually takes less than 0.3 ms. A thread that computes in Python releases the GIL after 5 ms.
+"""
+
+
+class Arrival(NamedTuple):
+    """Times of one response, by ``time.perf_counter()``."""
+
+    first_byte: float
+    last_byte: float
+    cpu: float
+    """CPU time of the receiving thread since its previous response, in seconds."""
+
+
+class ReceivingCounters:
+    """Counters of the receiving threads over all iterations of a loader."""
+
+    def __init__(self) -> None:
+        self._busy = 0.0
+        self._cpu = 0.0
+        self._responses = 0
+        self._process = 0.0
+        self._wakeups = 0
+        self._late = 0
+        self._waits: dict[str, tuple[float, float]] = {}
+        """Data wait of the training loop until the first byte of a response, and until the last one, by server."""
+
+    def add(self, server: str, arrival: Arrival, now: float, since: float | None) -> None:
+        """Count a response.
+
+        Args:
+            server: URL of the server.
+            arrival: Times of the response.
+            now: Current time, when the response has been decoded.
+            since: Time since which the training loop waits for the response; None if it does not.
+        """
+        self._busy += now - arrival.first_byte
+        self._cpu += arrival.cpu
+        self._responses += 1
+        if since is not None:
+            pending, reading = self._waits.get(server, (0.0, 0.0))
+            pending += max(0.0, arrival.first_byte - since)
+            reading += max(0.0, arrival.last_byte - max(arrival.first_byte, since))
+            self._waits[server] = pending, reading
+
+    def waited(self, cpu: float, since_delivery: float | None) -> None:
+        """Count a wait of the training loop, in its thread.
+
+        Args:
+            cpu: CPU time of the process during the wait in seconds.
+            since_delivery: Seconds since the batch was delivered; None if the time is unknown.
+        """
+        self._process += cpu
+        if since_delivery is not None:
+            self._wakeups += 1
+            self._late += since_delivery >= LATE_S
+
+    def totals(self, server: str, waits: float) -> ReceivingTotals | None:
+        """Return the totals to report to a server; None before the first response.
+
+        Args:
+            server: URL of the server.
+            waits: Seconds for which the training loop has been waiting for a response that has not arrived.
+        """
+        if not self._responses:
+            return None
+        pending, reading = self._waits.get(server, (0.0, 0.0))
+        elsewhere = sum(sum(parts) for url, parts in list(self._waits.items()) if url != server)
+        return ReceivingTotals(
+            pending + waits, reading, elsewhere, self._busy, self._cpu, self._process, self._wakeups, self._late
+        )
+
+
 class Measures:
     """Collector of client-side measurements during one iteration.
 
@@ -133,6 +208,11 @@ class Measures:
         self.copy = 0.0
         self.late_copies = 0
         """`copy` and `late_copies` are written by the thread that copies batches to a device."""
+        self._receiving: ReceivingCounters = ReceivingCounters() if before is None else before._receiving
+        self._attributed: float | None = None
+        """Start time of the wait that is included in `_receiving`; None before the first one."""
+        self._delivered = 0.0
+        """Time at which the batch for which the training loop waited had been decoded."""
         self._before = Totals()
         self._current = before
         """Measurements of the iteration that the training loop is in, to report until `begin` is called."""
@@ -157,15 +237,19 @@ class Measures:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context manager that adds its duration to the data wait of the training loop."""
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         before, _ = self._waited
         self._waited = before, began
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
+            now = time.perf_counter()
+            seconds = now - began
             self._waited = before + seconds, None
             self._waits.observe((seconds,))
+            # a copy to a device follows the delivery
+            is_known = self._delivered > began and not self.copy
+            self._receiving.waited(time.process_time() - used, now - self._delivered if is_known else None)
 
     def step(self, number: int) -> None:
         """Count a batch that the training loop received; repeated calls for the same batch have no effect."""
@@ -188,14 +272,38 @@ class Measures:
         if self._ended is None:
             self._ended = time.perf_counter()
 
+    # -- in the receiving threads
+
+    def arrived(self, server: str, arrival: Arrival, now: float, *, is_awaited: bool) -> None:
+        """Count a response, and attribute the data wait of the training loop to its parts.
+
+        Args:
+            server: URL of the server.
+            arrival: Times of the response.
+            now: Current time, when the response has been decoded.
+            is_awaited: Whether the response contains the next batch of the training loop.
+        """
+        since = self._waited[1]
+        if not is_awaited or since == self._attributed:
+            since = None
+        if since is not None:
+            self._attributed, self._delivered = since, now
+        self._receiving.add(server, arrival, now, since)
+
     # -- in any thread
 
-    def report(self) -> ConsumerReport:
-        """Return the report that the client sends to servers with each batch request."""
+    def report(self, server: str = "") -> ConsumerReport:
+        """Return the report that the client sends with each batch request.
+
+        Args:
+            server: URL of the server that receives the report.
+        """
         current = self._current
         if current is not None:  # the training loop waits for batches of that iteration, not for these
-            return replace(current.report(), position=self._first, finished=False)
+            return replace(current.report(server), position=self._first, finished=False)
         now, before = self._now, self._before
+        since = self._waited[1]
+        waits = 0.0 if since is None or since == self._attributed else max(0.0, now - since)
         self.reports += 1
         self.reported = self.steps, self.finished
         return ConsumerReport(
@@ -207,6 +315,7 @@ class Measures:
             position=self.position,
             finished=self.finished,
             run=self._run,
+            receiving=self._receiving.totals(server, waits),
         )
 
     def totals(self) -> Totals:

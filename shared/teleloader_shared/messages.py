@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 PROTOCOL_VERSION: Final = 1
 """Incremented by incompatible changes; exchanged by both sides when a loader is registered."""
@@ -62,6 +62,30 @@ RUN_NAME_RULE: Final = (
 )
 
 
+class ReceivingTotals(NamedTuple):
+    """Measurements of a client's receiving threads: totals over all iterations of the loader, times in seconds."""
+
+    pending: float
+    """Time for which the training loop waited for a response of this server of which no byte had arrived."""
+    reading: float
+    """Time for which it waited for a response of this server that was arriving."""
+    elsewhere: float
+    """Time for which it waited for responses of other servers."""
+    busy: float
+    """Time from the first byte of a response until its batches were decoded."""
+    cpu: float
+    """CPU time of the receiving threads."""
+    process: float
+    """CPU time of the process while the training loop waited."""
+    wakeups: float
+    """Waits of the training loop that ended with the delivery of a batch."""
+    late: float
+    """Those of them after which the training loop did not continue at once, because it had neither GIL nor CPU."""
+
+
+NO_RECEIVING: Final = ReceivingTotals(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class ConsumerReport:
     """Progress of a training loop, sent with each batch request: totals over all iterations of the loader."""
@@ -83,14 +107,25 @@ class ConsumerReport:
     run: str | None = None
     """Name of the training run, see `RUN_NAME`; None if it has none."""
 
+    receiving: ReceivingTotals | None = None
+    """Measurements of the receiving threads; None if unknown."""
+
     def to_header(self) -> str:
         """Format the report as the value of `REPORT_HEADER`."""
         position = "" if self.position is None else f",position={self.position}"
         finished = ",finished=1" if self.finished else ""
         run = "" if self.run is None else f",run={self.run}"
-        return (
+        text = (
             f"elapsed={self.elapsed:.3f},waited={self.waited:.3f},taken={self.taken},"
             f"reconnects={self.reconnects},hedges={self.hedges}{position}{finished}{run}"
+        )
+        found = self.receiving
+        if found is None:
+            return text
+        return (
+            f"{text},pending={found.pending:.3f},reading={found.reading:.3f},elsewhere={found.elsewhere:.3f},"
+            f"busy={found.busy:.3f},cpu={found.cpu:.3f},process={found.process:.3f},wakeups={found.wakeups:.0f},"
+            f"late={found.late:.0f}"
         )
 
     @classmethod
@@ -100,17 +135,25 @@ class ConsumerReport:
         if match is None:
             return None
         elapsed, waited = float(match[1]), float(match[2])
+        receiving = _RECEIVING.search(text[:MAX_REPORT], match.end() - 1)
+        measured = None if receiving is None else ReceivingTotals(*map(float, receiving.groups()))
         # each is rounded on its own, so waited may exceed elapsed by a rounding error
         return cls(
             elapsed, min(elapsed, waited), int(match[3]), int(match[4]), int(match[5]),
-            None if match[6] is None else int(match[6]), match[7] is not None, match[8],
+            None if match[6] is None else int(match[6]), match[7] is not None, match[8], measured,
         )  # fmt: skip
 
 
-MAX_REPORT: Final = 300
+MAX_REPORT: Final = 600
+_SECONDS: Final = r"(\d{1,9}\.\d{1,6})"
 _REPORT: Final = re.compile(
     r"elapsed=(\d{1,9}\.\d{1,6}),waited=(\d{1,9}\.\d{1,6}),taken=(\d{1,18}),reconnects=(\d{1,9}),hedges=(\d{1,9})"
     rf"(?:,position=(\d{{1,18}})(?=,|$))?(?:,finished=(1)(?=,|$))?(?:,run=({RUN_NAME.pattern})(?=,|$))?(?:,|$)",
+    re.ASCII,
+)
+_RECEIVING: Final = re.compile(
+    rf",pending={_SECONDS},reading={_SECONDS},elsewhere={_SECONDS},busy={_SECONDS},cpu={_SECONDS},"
+    rf"process={_SECONDS},wakeups=(\d{{1,18}}),late=(\d{{1,18}})(?:,|$)",
     re.ASCII,
 )
 

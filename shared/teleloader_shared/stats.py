@@ -6,18 +6,35 @@ that is shorter; all other counts and durations are totals since the server star
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 WINDOW: Final = 10.0
 
-Bottleneck = Literal["loader", "training", "network", "balanced", "unknown"]
+Bottleneck = Literal[
+    "workers",
+    "io",
+    "machine",
+    "memory",
+    "prefetch",
+    "server",
+    "network",
+    "client",
+    "training",
+    "idle",
+    "finished",
+    "unknown",
+]
 """Resource that limits a consumer's batch rate.
 
-``loader``: batches are not ready when they are requested. ``training``: batches are ready and wait for the training
-loop. ``network``: batches are ready but arrive more slowly than the training loop consumes them. ``balanced``: the
-training loop rarely waits, and the workers are rarely idle. ``unknown``: the consumer sends no requests at present, or
-has not sent requests for long enough.
+``workers``: batches are not ready, because the workers compute all the time, and CPUs are free. ``io``: batches are not
+ready, because the workers are blocked, for example by a disk. ``machine``: the CPUs of the server's machine or its CPU
+quota are full. ``memory``: nothing is computed ahead, because the memory budget is full. ``prefetch``: batches are
+not ready although workers are idle, because they are started too late. ``server``: the main process of the server is
+full. ``network``: batches are ready and arrive slowly. ``client``: batches have arrived, and the training process takes
+long to decode them, or to copy them to its device. ``training``: batches wait for the training loop. ``idle``: the
+consumer sends no requests at present. ``finished``: it has received all batches of its epoch. ``unknown``: the
+measurements do not explain the data wait, or cover too short a time.
 """
 
 
@@ -225,6 +242,16 @@ class DatasetStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Measurement:
+    """Measurement on which a diagnosis rests, for display."""
+
+    name: str
+    """Name with its subject, such as ``workers blocked``."""
+    value: str
+    """Recent value with its unit, such as ``62 %``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """Bottleneck of a consumer, and the recommended setting change."""
 
@@ -232,7 +259,11 @@ class Diagnosis:
     workers: int | None
     """Total number of workers that would keep up with the training loop; None if unknown."""
     advice: str
-    """Recommended change, in one sentence."""
+    """Cause and recommended change, in one to three sentences."""
+    confidence: float = 0.0
+    """Fraction of the data wait that the bottleneck explains, reduced for each missing measurement."""
+    evidence: list[Measurement] = field(default_factory=list)
+    """Measurements on which the diagnosis rests, over the last `WINDOW` seconds."""
 
 
 @dataclass(frozen=True, slots=True)

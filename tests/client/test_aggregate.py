@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader.cli.aggregate import merged
-from teleloader_shared.stats import Latency, Stats
+from teleloader.cli.aggregate import diagnosis_of, merged
+from teleloader_shared.stats import Bottleneck, Diagnosis, Latency, Stats
 from tests.conftest import examples
-from tests.end_to_end.made_up import BALANCED, CONSUMER, DATASET, SERVER, made_up
+from tests.end_to_end.made_up import BUSY, CONSUMER, DATASET, SERVER, made_up
 
 counts = st.integers(0, 2**40)
 rates = st.floats(0, 1e9)
@@ -125,10 +125,23 @@ def test_one_server_is_what_it_says(stats: Stats) -> None:
     assert sorted(map(repr, found.consumers)) == sorted(map(repr, stats.consumers))
 
 
-def test_a_consumer_has_the_diagnosis_of_the_server_that_sends_the_most() -> None:
+def test_a_consumer_has_the_diagnosis_of_the_most_certain_server() -> None:
+    """A server that waits for others explains nothing; of equally certain servers, the one that sends most counts."""
+    found: list[tuple[float, Bottleneck, float]] = [(50.0, "unknown", 0.0), (5.0, "io", 0.9), (20.0, "workers", 0.4)]
+    parts = [
+        dataclasses.replace(CONSUMER, bytes_per_second=rate, diagnosis=Diagnosis(label, None, "", confidence))
+        for rate, label, confidence in found
+    ]
+    assert diagnosis_of(parts).bottleneck == "io"
+    assert diagnosis_of(parts[:1]).bottleneck == "unknown"
+    equal = [dataclasses.replace(part, diagnosis=dataclasses.replace(part.diagnosis, confidence=0.9)) for part in parts]
+    assert diagnosis_of(equal).bottleneck == "workers"
+
+
+def test_the_parts_of_a_consumer_are_added() -> None:
     """Its rates are added, and its fractions are weighted by bytes."""
     little = dataclasses.replace(
-        CONSUMER, batches_per_second=10.0, bytes_per_second=1e6, starved_fraction=0.2, diagnosis=BALANCED
+        CONSUMER, batches_per_second=10.0, bytes_per_second=1e6, starved_fraction=0.2, diagnosis=BUSY
     )
     most = dataclasses.replace(CONSUMER, batches_per_second=30.0, bytes_per_second=3e6, starved_fraction=0.6)
     (found,) = merged([dataclasses.replace(made_up(), consumers=[one]) for one in (little, most)]).consumers

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from teleloader import DataLoader, LoaderTimeout, RemoteDataset
+from teleloader.stats import LATE_S, Arrival, Measures
 from teleloader_server import serve
 from tests.client.fake_server import ITERABLE, Request, fake_server
 
@@ -110,6 +111,64 @@ def _growing(loader: DataLoader) -> float:
     while not (waited := loader.stats().waited):
         pass
     return waited
+
+
+class Clock:
+    """Clock that tests set."""
+
+    now = 0.0
+    used = 0.0
+    """CPU time of the process."""
+
+
+def test_a_wait_is_attributed_to_the_response_that_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts are the time until the first byte and until the last one; for another server, it is elsewhere."""
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("time.process_time", lambda: clock.used)
+    measures = Measures(0)
+    clock.now = 10.0
+    with measures.waiting():
+        clock.now = 11.0
+        assert measures.report("a").receiving is None, "nothing was received"
+        measures.arrived("b", Arrival(10.5, 10.6, 0.01), 10.7, is_awaited=False)
+        found = measures.report("a").receiving
+        assert found is not None
+        assert found.pending == pytest.approx(1.0), "the wait in progress"
+        measures.arrived("a", Arrival(12.0, 15.0, 0.5), 16.0, is_awaited=True)
+        clock.now, clock.used = 16.0 + LATE_S, 3.0
+        measures.arrived("a", Arrival(16.0, 17.0, 0.1), 17.0, is_awaited=True)
+    assert measures.report("a").receiving == pytest.approx((2.0, 3.0, 0.0, 5.2, 0.61, 3.0, 1, 1))
+    assert measures.report("b").receiving == pytest.approx((0.0, 0.0, 5.0, 5.2, 0.61, 3.0, 1, 1))
+    following = Measures(1, before=measures)
+    assert following.report("a").receiving == measures.report("a").receiving
+
+
+def test_what_arrived_before_the_wait_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the part of a response counts that arrives during the wait."""
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("time.process_time", lambda: clock.used)
+    measures = Measures(0)
+    clock.now = 10.0
+    with measures.waiting():
+        measures.arrived("a", Arrival(8.0, 11.0, 0.0), 12.0, is_awaited=True)
+        clock.now = 12.001
+    found = measures.report("a").receiving
+    assert found is not None
+    assert (found.pending, found.reading, found.wakeups, found.late) == pytest.approx((0.0, 1.0, 1, 0))
+
+
+def test_the_wait_of_a_loop_for_a_server_is_reported(url: str) -> None:
+    """The parts are no longer than the wait, and each response is counted."""
+    loader = DataLoader(RemoteDataset(url), 4, seed=0)
+    list(loader)
+    report = loader._measures.report(url)
+    assert report.receiving is not None
+    assert report.receiving.wakeups >= 1
+    assert 0 < report.receiving.pending + report.receiving.reading <= report.waited
+    assert report.receiving.cpu > 0
+    assert report.receiving.busy > 0
 
 
 async def test_asynchronous_loops_wait_too(url: str) -> None:

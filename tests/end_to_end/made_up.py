@@ -22,6 +22,7 @@ from teleloader_shared.stats import (
     Diagnosis,
     ErrorCount,
     Latency,
+    Measurement,
     ServerStats,
     SlowBatch,
     Stats,
@@ -114,19 +115,26 @@ CONSUMER = ConsumerStats(
     reconnects=1,
     hedges=0,
     idle=0.1,
-    diagnosis=Diagnosis("loader", 8, "The loop waits 62 % of the time: 8 workers instead of 4 would keep up."),
+    diagnosis=Diagnosis(
+        "workers",
+        8,
+        "The loop waits 62 % of the time: 8 workers instead of 4 would keep up.",
+        0.85,
+        [Measurement("data wait", "62 %"), Measurement("workers computing", "3.9 of 4")],
+    ),
 )
 
-BALANCED = Diagnosis("balanced", 4, "The loop hardly waits, and the workers hardly rest.")
-TRAINER = Diagnosis("training", 1, "Batches wait for the training loop: 1 worker would suffice.")
-NETWORK = Diagnosis("network", None, "Batches are ready and arrive too slowly: use compression or a faster network.")
+BUSY = Diagnosis("training", 4, "The loop hardly waits, and the workers are hardly idle.", 0.7)
+TRAINER = Diagnosis("training", 1, "Batches wait for the training loop: 1 worker would suffice.", 1.0)
+NETWORK = Diagnosis("network", None, "Batches arrive too slowly: use compression or a faster network.", 0.9)
+FINISHED = Diagnosis("finished", None, "All batches of the epoch were sent.", 1.0)
 UNKNOWN = Diagnosis("unknown", None, "It has not asked for long enough.")
 
 
 def made_up(consumers: int = 1) -> Stats:
-    """Return statistics of a server with this number of consumers: the first is loader-bound, others are balanced."""
+    """Return statistics of a server with this number of consumers: the first waits for workers, others train."""
     others = [
-        dataclasses.replace(CONSUMER, consumer=f"trainer-{n}", data_wait_fraction=0.01, diagnosis=BALANCED)
+        dataclasses.replace(CONSUMER, consumer=f"trainer-{n}", data_wait_fraction=0.01, diagnosis=BUSY)
         for n in range(1, consumers)
     ]
     return Stats(

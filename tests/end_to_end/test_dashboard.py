@@ -20,9 +20,10 @@ from tests.conftest import StartServer, eventually
 from tests.end_to_end import hosted
 from tests.end_to_end.browser import CONTRAST, Visit, a_browser
 from tests.end_to_end.made_up import (
-    BALANCED,
+    BUSY,
     CONSUMER,
     DATASET,
+    FINISHED,
     NETWORK,
     SERVER,
     TRAINER,
@@ -140,7 +141,7 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     assert page.get_by_role("meter", name="Memory").get_attribute("aria-valuetext") == "512 MiB of 2 GiB"
     assert cells(page, "trainer-0") == [
         *("train", "0 of 1", "2", "120 / 400", "12.5", "6.25 MiB", "62 %"),
-        f"▲ loader-bound {CONSUMER.diagnosis.advice}",
+        f"▲ workers {CONSUMER.diagnosis.advice}",
     ]
     assert row(page, "trainer-0").get_by_role("progressbar").get_attribute("aria-valuenow") == "30"
     assert cells(page, "0 process 5000") == [
@@ -244,36 +245,36 @@ def test_runs_have_names_and_finished_consumers_are_last(server: MadeUpServer, o
 
 
 def test_the_worst_diagnosis_is_the_first_sentence(server: MadeUpServer, open_page: Open) -> None:
-    """The order is loader, network, balanced, training; below it are the numbers of consumers of each."""
-    diagnoses = [UNKNOWN, TRAINER, BALANCED, NETWORK, CONSUMER.diagnosis]
+    """Consumers that wait for data come first; below the sentence are the numbers of consumers by bottleneck."""
+    diagnoses = [FINISHED, UNKNOWN, TRAINER, NETWORK, CONSUMER.diagnosis]
     consumers = [
         dataclasses.replace(CONSUMER, consumer=f"run-{n}", rank=n, world_size=5, diagnosis=diagnosis)
         for n, diagnosis in enumerate(diagnoses)
     ]
     server.stats = dataclasses.replace(server.stats, consumers=consumers, consumers_total=5)
     page = open_page(server.url)
-    until(page.locator("#sentence"), f"▲ Loader-bound run-4, rank 4 of train: {CONSUMER.diagnosis.advice}")
+    until(page.locator("#sentence"), f"▲ Workers run-4, rank 4 of train: {CONSUMER.diagnosis.advice}")
     until(
         page.locator("#counts"),
-        "5 consumers: 1 loader-bound, 1 network-bound, 1 balanced, 1 training-bound, 1 no diagnosis yet.",
+        "5 consumers: 1 workers, 1 network, 1 training, 1 unknown, 1 finished.",
     )
     names = page.locator("#consumers").get_by_role("rowheader").all_inner_texts()
     assert names == ["run-4", "run-3", "run-2", "run-1", "run-0"]
-    server.stats = dataclasses.replace(server.stats, consumers=consumers[:2], consumers_total=2)
-    until(page.locator("#sentence"), f"● Training-bound run-1, rank 1 of train: {TRAINER.advice}")
+    server.stats = dataclasses.replace(server.stats, consumers=consumers[:3], consumers_total=3)
+    until(page.locator("#sentence"), f"● Training run-2, rank 2 of train: {TRAINER.advice}")
 
 
 def test_the_sentence_is_read_out_only_when_it_is_another(server: MadeUpServer, open_page: Open) -> None:
     """A screen reader announces another diagnosis, but not new figures of the same one."""
     page = open_page(server.url)
-    told = page.get_by_role("status").filter(has_text="Loader-bound")
+    told = page.get_by_role("status").filter(has_text="Workers")
     first = told.inner_text()
     same = dataclasses.replace(CONSUMER, diagnosis=dataclasses.replace(CONSUMER.diagnosis, advice="It waits 64 %."))
     server.stats = dataclasses.replace(server.stats, consumers=[same])
     until(page.locator("#sentence"), "It waits 64 %.")
     assert told.inner_text() == first
     server.stats = dataclasses.replace(server.stats, consumers=[dataclasses.replace(CONSUMER, diagnosis=NETWORK)])
-    until(page.locator("#announced"), "Network-bound")
+    until(page.locator("#announced"), "Network")
 
 
 def test_a_page_without_consumers_shows_client_code(server: MadeUpServer, open_page: Open) -> None:
@@ -322,7 +323,7 @@ def test_names_and_messages_are_shown_as_text(server: MadeUpServer, open_page: O
         workers=[dataclasses.replace(WORKER, current_task=HOSTILE, last_exit=HOSTILE, restarts=1)],
         consumers=[
             dataclasses.replace(
-                CONSUMER, consumer=HOSTILE, dataset=HOSTILE, diagnosis=dataclasses.replace(BALANCED, advice=HOSTILE)
+                CONSUMER, consumer=HOSTILE, dataset=HOSTILE, diagnosis=dataclasses.replace(BUSY, advice=HOSTILE)
             )
         ],
         consumers_total=1,
@@ -368,7 +369,7 @@ def test_two_hundred_consumers_can_be_used(server: MadeUpServer, open_page: Open
     """The stream has a hundred consumers, the page requests the others, and shows them filtered and in parts."""
     server.stats = made_up(consumers=200)
     page = open_page(server.url)
-    until(page.locator("#counts"), "200 consumers: 1 loader-bound, 199 balanced.")
+    until(page.locator("#counts"), "200 consumers: 1 workers, 199 training.")
     rows = page.locator("#consumers").get_by_role("rowheader")
     until(page.locator("#page"), "1 to 25 of 200")
     assert rows.count() == 25
@@ -378,7 +379,7 @@ def test_two_hundred_consumers_can_be_used(server: MadeUpServer, open_page: Open
     page.get_by_role("searchbox", name="Filter").fill("trainer-150")
     until(page.locator("#consumers tbody"), "trainer-150")
     assert rows.all_inner_texts() == ["trainer-150"]
-    page.get_by_role("searchbox", name="Filter").fill("loader-bound")
+    page.get_by_role("searchbox", name="Filter").fill("workers")
     until(page.locator("#consumers tbody"), "trainer-0")
     assert rows.all_inner_texts() == ["trainer-0"]
 
@@ -418,7 +419,7 @@ def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_stands_out_from_its_ground(server: MadeUpServer, open_page: Open, scheme: str) -> None:
     """Contrast is at least WCAG's ratio of 4.5 in light and dark mode, and each colored state has a text."""
-    diagnoses = [CONSUMER.diagnosis, NETWORK, BALANCED, UNKNOWN]
+    diagnoses = [CONSUMER.diagnosis, NETWORK, BUSY, UNKNOWN]
     consumers = [dataclasses.replace(CONSUMER, consumer=f"run-{n}", diagnosis=one) for n, one in enumerate(diagnoses)]
     workers = [dataclasses.replace(WORKER, restarts=1, current_task_seconds=60.0)]
     server.stats = dataclasses.replace(server.stats, consumers=consumers, workers=workers, consumers_total=4)

@@ -35,6 +35,22 @@ def test_a_batch_is_kept_until_every_consumer_has_received_it() -> None:
     assert complete(service, slow) == []
 
 
+def test_full_memory_is_reported_while_it_leaves_a_worker_without_a_batch() -> None:
+    """Not while all workers are busy, and not after memory was released."""
+    service = Service(budget=10)
+    pending = service.request("a", TRAIN, 0, 1, ahead=40)
+    service.decide()
+    seen = [service.dispatcher.lacks_memory]
+    while service.running():
+        service.finish()
+        service.decide()
+    seen.append(service.dispatcher.lacks_memory)
+    service.send_ready(pending)
+    service.decide()
+    seen.append(service.dispatcher.lacks_memory)
+    assert seen == [False, True, False]
+
+
 def test_unwanted_batches_are_kept_up_to_the_cache_share() -> None:
     """The most recently used batches stay for consumers that start later."""
     service = Service(budget=100)

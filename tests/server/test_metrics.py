@@ -29,8 +29,9 @@ from teleloader_server.dispatch.records import Consumer, EpochState, Loader, Pri
 from teleloader_server.loading.tasks import GroupReport, Task
 from teleloader_shared.codec import BatchId, Failure, to_bytes
 from teleloader_shared.histogram import BLOCK
-from teleloader_shared.messages import ConsumerReport
+from teleloader_shared.messages import ConsumerReport, ReceivingTotals
 from teleloader_shared.spec import LoaderSpec
+from teleloader_shared.stats import WINDOW
 
 SPEC = LoaderSpec(dataset="data", batch_size=50)
 RUN = (SPEC.key, 0)
@@ -42,9 +43,12 @@ def task(k: int, *, indices: bytes | None = None, spec: LoaderSpec = SPEC) -> Ta
     return Task(spec, 10_000, BatchId(spec.key, 0, k), indices)
 
 
-def report(fetch: float = 0.01, *, failed: bool = False, cpu_wait: float = 0.0) -> GroupReport:
+def report(
+    fetch: float = 0.01, *, failed: bool = False, cpu_wait: float = 0.0, cpu: float = 0.0, sample: int | None = None
+) -> GroupReport:
     """Return the report of a batch."""
-    return GroupReport([50], failed=failed, stages=[[fetch], [0.002], [0.001]], cpu_wait=cpu_wait, slowest=[None])
+    stages = [[fetch], [0.002], [0.001]]
+    return GroupReport([50], failed=failed, stages=stages, cpu_wait=cpu_wait, cpu=cpu, slowest=[sample])
 
 
 def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", indices: tuple[int, ...] = ()) -> None:
@@ -78,6 +82,47 @@ def test_work_is_the_time_without_that_for_which_workers_had_no_cpu() -> None:
     pool.computed(1, [task(1)], [NOTHING], report(0.097, cpu_wait=5.0))
     assert pool.loaders[SPEC.key].batch_seconds(0.0).work == pytest.approx((0.1 + 0.0) / 2)
     assert [pool.workers[number].cpu_wait for number in (0, 1)] == pytest.approx([0.2, 0.1])
+
+
+def test_the_time_of_a_worker_has_parts() -> None:
+    """The CPU time of all its threads together is no longer than its time without that for which it had no CPU."""
+    pool = Counters().pool()
+    pool.computed(0, [task(0)], [NOTHING], report(0.097, cpu_wait=0.02, cpu=0.05))
+    pool.computed(0, [task(1)], [NOTHING], report(0.097, cpu_wait=0.02, cpu=5.0))
+    assert pool.workers[0].totals(0.3) == pytest.approx((0.5, 0.04, 0.13, 0.2))
+
+
+def test_the_slow_recent_batches_of_a_loader_are_known() -> None:
+    """A batch that took long is forgotten after some seconds."""
+    pool = Counters().pool()
+    for k, fetch in enumerate((0.01, 0.7, 0.2)):
+        pool.computed(0, [task(k)], [NOTHING], report(fetch, sample=100 + k))
+    loader = pool.loaders[SPEC.key]
+    found = loader.recent_slow(time.monotonic())
+    assert [(slow.batch, slow.sample, slow.seconds) for slow in found] == [(1, 101, 0.7), (2, 102, 0.2)]
+    assert loader.recent_slow(time.monotonic() + WINDOW + 1) == []
+
+
+def test_the_time_with_full_memory_is_measured() -> None:
+    """It includes the time until now."""
+    pool = Counters().pool()
+    pool.memory_changed(10.0)
+    assert pool.memory_full.until(12.0) == 2.0
+    pool.memory_changed(13.0)
+    assert pool.memory_full.until(20.0) == 3.0
+    pool.memory_changed(20.0)
+    assert pool.memory_full.until(21.0) == 4.0
+
+
+def test_the_measurements_of_receiving_threads_are_rates() -> None:
+    """A client that stops to report them reports none."""
+    loop = LoopCounters(0.0)
+    for second in range(5):
+        totals = ReceivingTotals(*(rate * second for rate in (0.5, 0.25, 0.0, 0.1, 0.05, 0.2, 10, 1)))
+        loop.add_report(ConsumerReport(second, 0.75 * second, 1 + second, 0, 0, totals), second)
+    assert loop.recent(4.0).receiving == pytest.approx((0.5, 0.25, 0.0, 0.1, 0.05, 0.2, 10, 1))
+    loop.add_report(ConsumerReport(5.0, 3.75, 6, 0, 0), 5.0)
+    assert loop.recent(5.0).receiving is None
 
 
 def test_a_step_is_the_time_per_batch_without_the_data_wait() -> None:

@@ -15,12 +15,14 @@ import pytest
 
 from teleloader_server.workers.procfs import (
     NO_MEMORY,
+    CpuQuota,
     CpuUse,
     CpuWait,
     cpu_ticks,
     is_stopped,
     memory,
     oom_kills,
+    pressure,
     resident_bytes,
 )
 
@@ -130,7 +132,10 @@ def test_a_kernel_that_does_not_measure_it_reports_no_wait(monkeypatch: pytest.M
     assert CpuWait().seconds() == 0.0
     monkeypatch.setattr(Path, "read_text", refuse)
     assert cpu_ticks({0}) == (0, 0)
-    assert CpuUse().idle_fraction() == 1.0
+    assert CpuUse().idle_fraction() is None
+    assert CpuWait().times() is None
+    assert pressure("cpu") is None
+    assert CpuQuota().cpus is None
 
 
 QUOTA = Path("/sys/fs/cgroup/cpu/teleloader_test")
@@ -156,6 +161,55 @@ def test_throttled_time_is_time_without_a_cpu() -> None:
     assert waited + 0.3 == pytest.approx(took, rel=0.1)
 
 
+def test_a_thread_that_computes_uses_a_cpu() -> None:
+    """The CPU time of the thread is that of `time.thread_time`."""
+    thread = CpuWait()
+    before = thread.times()
+    busy(0.2)
+    after = thread.times()
+    assert before is not None
+    assert after is not None
+    assert after[0] - before[0] == pytest.approx(0.2, abs=0.05)
+
+
+CGROUP_2 = {"app/cpu.max": "150000 100000", "app/cpu.stat": "nr_periods 40\nnr_throttled 10", "cpu.stat": ""}
+CGROUP_1 = {
+    "cpu/app/cpu.cfs_quota_us": "50000", "cpu/app/cpu.cfs_period_us": "100000", "cpu/app/cpu.stat": "nr_periods 40\n"
+    "nr_throttled 10\nthrottled_time 5", "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
+    "cpu/cpu.stat": "nr_periods 0\nnr_throttled 0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "groups", "cpus"),
+    [
+        (CGROUP_2, "0::/app/inner", 1.5),
+        (CGROUP_1, "5:cpu,cpuacct:/app\n4:memory:/app\n0::/", 0.5),
+        ({"cpu.max": "max 100000", "cpu.stat": "nr_periods 40\nnr_throttled 10"}, "0::/", None),
+    ],
+    ids=["cgroup v2", "cgroup v1", "no quota"],
+)
+def test_the_quota_of_the_control_group_is_read(
+    tmp_path: Path, files: dict[str, str], groups: str, cpus: float | None
+) -> None:
+    """The groups that contain the process's own one limit it, too; without a quota, none is reported."""
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    listed = tmp_path / "groups"
+    listed.write_text(groups)
+    quota = CpuQuota(tmp_path, listed)
+    assert quota.cpus == cpus
+    assert quota.periods() == (10, 40)
+
+
+def test_pressure_is_a_fraction_of_the_last_seconds(tmp_path: Path) -> None:
+    """A kernel without PSI reports none."""
+    (tmp_path / "io").write_text("some avg10=55.50 avg60=60.92 avg300=57.20 total=14\nfull avg10=0.00 total=0\n")
+    assert pressure("io", tmp_path) == pytest.approx(0.555)
+    assert pressure("cpu", tmp_path) is None
+
+
 def test_full_cpus_are_not_idle() -> None:
     """Only the CPUs in the affinity mask count."""
     cpus = os.sched_getaffinity(0)
@@ -163,7 +217,9 @@ def test_full_cpus_are_not_idle() -> None:
     try:
         use = CpuUse()
         busy(0.5)
-        assert use.idle_fraction() < 0.2
+        idle = use.idle_fraction()
+        assert idle is not None
+        assert idle < 0.2
     finally:
         os.sched_setaffinity(0, cpus)
 

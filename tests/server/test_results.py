@@ -22,7 +22,8 @@ class Computing:
         """Sizes of all slots by number."""
         self.arena = Arena(2**30, lambda slot, fd, size: self.slots.update({slot: size}), lambda slot: None)
         self.waited = 0.0
-        self.results = Results(self.arena, lambda: self.waited)
+        self.used = 0.0
+        self.results = Results(self.arena, lambda: self.waited, lambda: self.used)
         self.now = 0.0
         monkeypatch.setattr("time.monotonic", lambda: self.now)
 
@@ -66,14 +67,16 @@ def test_small_frames_share_a_buffer(computing: Computing, nbytes: int) -> None:
 
 
 def test_the_report_has_the_times_of_each_batch(computing: Computing) -> None:
-    """The time without a CPU is measured once for all of them."""
-    computing.waited = 5.0
+    """The times with and without a CPU are measured once for all of them."""
+    computing.waited, computing.used = 5.0, 1.0
     computing.results.resume()
     computing.compute(0, 64, following=1)
-    computing.waited = 7.0
+    computing.waited, computing.used = 7.0, 4.0
     computing.compute(1, 64, following=0)
     (done,) = computing.results.take(at_once=False)
-    assert done.report == GroupReport((8, 8), False, [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)], 2.0, [], (None, None), [])
+    assert done.report == GroupReport(
+        (8, 8), False, [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)], 2.0, 3.0, [], (None, None), []
+    )
 
 
 def test_a_group_ends_where_its_buffer_is_full(computing: Computing) -> None:

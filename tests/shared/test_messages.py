@@ -6,13 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teleloader_shared.messages import MAX_REPORT, RUN_NAME, ConsumerReport
+from teleloader_shared.messages import MAX_REPORT, RUN_NAME, ConsumerReport, ReceivingTotals
 
 COUNTS = st.integers(0, 10**9 - 1)
+SECONDS = st.floats(0, 999_999_998)
+RECEIVING = st.builds(ReceivingTotals, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, COUNTS, COUNTS)
 REPORTS = st.builds(
     lambda elapsed, share, *counts: ConsumerReport(elapsed, elapsed * share, *counts),
     st.floats(0, 999_999_998), st.floats(0, 1), COUNTS, COUNTS, COUNTS,
     st.none() | st.integers(0, 10**18 - 1), st.booleans(), st.none() | st.from_regex(RUN_NAME, fullmatch=True),
+    st.none() | RECEIVING,
 )  # fmt: skip
 
 
@@ -28,6 +31,10 @@ def test_a_report_arrives(report: ConsumerReport) -> None:
     assert found.waited <= found.elapsed
     for name in ("taken", "reconnects", "hedges", "position", "finished", "run"):
         assert getattr(found, name) == getattr(report, name)
+    if report.receiving is None:
+        assert found.receiving is None
+    else:
+        assert found.receiving == pytest.approx(report.receiving, abs=0.001)
 
 
 def test_entries_that_come_later_are_ignored() -> None:
@@ -45,6 +52,19 @@ def test_an_optional_entry_that_is_invalid_is_ignored(wrong: str) -> None:
     """Names are limited in length and characters, and no invalid entry affects the others."""
     known = "elapsed=2.500,waited=1.250,taken=7,reconnects=1,hedges=2"
     assert ConsumerReport.from_header(f"{known},{wrong}") == ConsumerReport(2.5, 1.25, 7, 1, 2)
+
+
+def test_the_measurements_of_receiving_threads_may_follow_other_entries() -> None:
+    """If they are incomplete or invalid, the rest of the report is used."""
+    known = "elapsed=2.500,waited=1.250,taken=7,reconnects=1,hedges=2,position=3"
+    received = "pending=1.0,reading=0.2,elsewhere=0.1,busy=0.5,cpu=0.25,process=0.75,wakeups=4,late=1"
+    found = ConsumerReport.from_header(f"{known},{received},colour=red")
+    assert found is not None
+    assert found.receiving == ReceivingTotals(1.0, 0.2, 0.1, 0.5, 0.25, 0.75, 4, 1)
+    for damaged in ("pending=1.0", received.replace("cpu=0.25", "cpu=nan")):
+        report = ConsumerReport.from_header(f"{known},{damaged}")
+        assert report is not None
+        assert report.receiving is None
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from teleloader_shared.lengths import padding_fraction
-from teleloader_shared.stats import ConsumerStats, DatasetStats, ErrorCount, Latency, ServerStats, Stats
+from teleloader_shared.stats import ConsumerStats, DatasetStats, Diagnosis, ErrorCount, Latency, ServerStats, Stats
 
+UNEXPLAINED: Final = ("unknown", "idle", "finished")
+"""Bottlenecks of servers that do not explain the data wait of a training run."""
 MAX_SLOWEST: Final = 5
 """Number of the slowest batches of a dataset, as for a single server."""
 
@@ -123,7 +125,7 @@ def _of_errors(parts: Sequence[ErrorCount]) -> ErrorCount:
 
 
 def _of_consumers(parts: Sequence[ConsumerStats]) -> ConsumerStats:
-    """Return a consumer whose batches several servers send; the diagnosis is that of the server that sends the most.
+    """Return a consumer whose batches several servers send.
 
     A client reports the batches that the training loop consumed, from all servers, to each server.
     """
@@ -142,9 +144,20 @@ def _of_consumers(parts: Sequence[ConsumerStats]) -> ConsumerStats:
         waiting=max(part.waiting for part in parts),
         starved_fraction=_mean([part.starved_fraction for part in parts], rates),
         sending_fraction=_mean([part.sending_fraction for part in parts], rates),
-        diagnosis=latest.diagnosis if finished else max(parts, key=lambda part: part.bytes_per_second).diagnosis,
+        diagnosis=latest.diagnosis if finished else diagnosis_of(parts),
         finished=finished,
     )
+
+
+def diagnosis_of(parts: Sequence[ConsumerStats]) -> Diagnosis:
+    """Return the diagnosis of a training run, given its diagnoses by several servers.
+
+    Each server explains the part of the data wait for its own batches, and is the more certain, the larger this part
+    is. Servers that explain nothing count only if none explains anything. Of equally certain servers, the one that
+    sends the most bytes counts.
+    """
+    waits = [part for part in parts if part.diagnosis.bottleneck not in UNEXPLAINED]
+    return max(waits or parts, key=lambda part: (part.diagnosis.confidence, part.bytes_per_second)).diagnosis
 
 
 def _grouped(items: Iterable[_Item], key: Callable[[_Item], object]) -> list[list[_Item]]:

@@ -249,7 +249,7 @@ def _is_own(consumer: ConsumerStats) -> bool:
 def _limiting_workers(found: Stats, mine: ConsumerStats) -> int | None:
     # earlier runs of bench may still be listed
     others = any(consumer.idle < IDLE_GRACE_S and not _is_own(consumer) for consumer in found.consumers)
-    if others or mine.diagnosis.bottleneck != "loader":
+    if others or mine.diagnosis.bottleneck not in ("workers", "io", "machine"):
         return None
     loaders = [worker.loader for worker in found.workers]
     return loaders.count(mine.loader) or loaders.count(None) or None

@@ -50,14 +50,21 @@ MAX_SENTENCES: Final = 5
 """Maximum number of diagnoses in the output."""
 MAX_STAGES: Final = 8
 OF_ONE_SERVER: Final = (
-    "A diagnosis counts the workers of one server: the one that sends the most batches to the consumer."
+    "A diagnosis counts the workers of one server: the one for whose batches the training loop waits most."
 )
 STYLES: Final[dict[Bottleneck, str]] = {
-    "loader": "bold red",
+    "workers": "bold red",
+    "io": "bold red",
+    "machine": "bold red",
+    "memory": "bold red",
+    "prefetch": "bold red",
+    "server": "bold red",
     "network": "bold magenta",
+    "client": "bold magenta",
     "training": "bold cyan",
-    "balanced": "bold green",
     "unknown": "dim",
+    "idle": "dim",
+    "finished": "dim",
 }
 """Styles of bottlenecks, in the order in which diagnoses are shown. Color is never the only indication."""
 _STATES: Final = {"busy": "green", "starting": "yellow"}
@@ -355,14 +362,12 @@ def _figures(server: ServerStats) -> Text:
 
 
 def sentences(stats: Stats) -> list[Text]:
-    """Format the diagnoses of all consumers as lines of text, loader-bound consumers first."""
+    """Format the diagnoses of all consumers as lines of text, consumers that wait for data first."""
     if not stats.consumers:
         return [Text("No client has requested batches recently.", style="dim")]
     order = list(STYLES)
-    by_need = sorted(
-        stats.consumers, key=lambda consumer: (bool(consumer.finished), order.index(_bottleneck(consumer.diagnosis)))
-    )
-    found = [sentence(printable(label(one)), one.diagnosis, one.finished) for one in by_need[:MAX_SENTENCES]]
+    by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bottleneck(consumer.diagnosis)))
+    found = [sentence(printable(label(one)), one.diagnosis) for one in by_need[:MAX_SENTENCES]]
     if stats.consumers_total > len(found):
         found.append(Text(f"... and {counted(stats.consumers_total - len(found), 'more consumer')}", style="dim"))
     return found
@@ -380,19 +385,15 @@ def _name(consumer: ConsumerStats) -> str:
     return consumer.consumer if consumer.token == "anyone" else f"{consumer.consumer} ({consumer.token})"  # noqa: S105
 
 
-def _styled(diagnosis: Diagnosis, finished: bool | None) -> Text:
-    return Text("finished" if finished else bottleneck_words(diagnosis), STYLES[_bottleneck(diagnosis)])
-
-
-def sentence(name: str, diagnosis: Diagnosis, finished: bool | None = None) -> Text:
-    """Format the diagnosis of a consumer as one line: name, bottleneck and recommended change."""
-    return Text.assemble(f"{name}: ", _styled(diagnosis, finished), f". {printable(diagnosis.advice)}")
-
-
-def bottleneck_words(diagnosis: Diagnosis) -> str:
-    """Return the display name of a bottleneck, such as ``loader-bound``."""
+def _styled(diagnosis: Diagnosis) -> Text:
     bottleneck = _bottleneck(diagnosis)
-    return f"{bottleneck}-bound" if bottleneck in ("loader", "training", "network") else bottleneck
+    return Text(bottleneck, STYLES[bottleneck])
+
+
+def sentence(name: str, diagnosis: Diagnosis) -> Text:
+    """Format the diagnosis of a consumer as one line: name, bottleneck, confidence and recommended change."""
+    sure = f" ({share(diagnosis.confidence)} confidence)" if 0 < diagnosis.confidence < 1 else ""
+    return Text.assemble(f"{name}: ", _styled(diagnosis), f"{sure}. {printable(diagnosis.advice)}")
 
 
 def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:
@@ -412,7 +413,7 @@ CONSUMER_COLUMNS: Final = (
     Column("waits", lambda found: share(_waits(found)), lambda found: _waits(found)),
     Column(
         "bottleneck",
-        lambda found: _styled(found.diagnosis, found.finished),
+        lambda found: _styled(found.diagnosis),
         lambda found: list(STYLES).index(_bottleneck(found.diagnosis)),
         least=14,
     ),

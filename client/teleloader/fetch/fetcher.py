@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from teleloader.api.backoff import Backoff
@@ -16,6 +17,7 @@ from teleloader.api.responses import refusing
 from teleloader.fetch.reorder import BROKEN, ReorderBuffer
 from teleloader.fetch.shards import DeliveredShards, group_spec
 from teleloader.fleet.trust import check_environment
+from teleloader.stats import Arrival
 from teleloader.tensors.devices import Device
 from teleloader.tensors.memory import HostBuffers
 from teleloader.transport.interface import BatchServer, Connection, SilentConnection, TransportError
@@ -162,6 +164,8 @@ class Fetcher:
         """True during a control request or connection attempt, which `interrupt` cannot end."""
         self._last_request = time.monotonic()
         """Time of the last request (``time.monotonic()``)."""
+        self._cpu = 0.0
+        """CPU time of the thread when its previous response had been decoded."""
         self.thread = threading.Thread(target=self._run, name="teleloader-receiver", daemon=True)
         self.thread.start()
 
@@ -309,7 +313,9 @@ class Fetcher:
             if self._shards is not None:
                 self._shards.add(frames, memory.data)
             del memory  # a waiting thread must not keep a batch in memory
-            self._reorder_buffer.received(len(frames), nbytes, time.perf_counter() - began)
+            arrival = self._arrival(connection, began, last_byte)
+            url, first = self._servers[0].url, frames[0].batch_id.batch
+            self._reorder_buffer.received(len(frames), nbytes, time.perf_counter() - began, url, first, arrival)
             if connection.trace is not None:
                 connection.trace.arrived(connection.first_byte, last_byte, len(frames), nbytes)
             self._has_received = True
@@ -325,6 +331,11 @@ class Fetcher:
             else:
                 self._in_flight.popleft()
                 self._idle.append(connection)
+
+    def _arrival(self, connection: Connection, now: float, last_byte: int) -> Arrival:
+        """Return the times of the last response, given the time of its last byte on two clocks."""
+        before, self._cpu = self._cpu, time.thread_time()
+        return Arrival(now - max(0.0, (last_byte - connection.first_byte) / 1e9), now, self._cpu - before)
 
     def _receive(self, connection: Connection, wanted: BatchRequest) -> Memory | None:
         """Receive the response to the oldest request; return None if the request was sent again instead."""
@@ -409,9 +420,9 @@ class Fetcher:
     def _connect(self) -> Connection:
         options = self._options
         with self._control_request():
-            connection = self._servers[0].connect(
-                options.key, options.epoch, options.consumer, self._reorder_buffer.measures.report
-            )
+            server = self._servers[0]
+            report = partial(self._reorder_buffer.measures.report, server.url)
+            connection = server.connect(options.key, options.epoch, options.consumer, report)
         with self._reorder_buffer.changed:
             self._connections.append(connection)
             if self._reorder_buffer.is_over():  # the epoch ended while connecting

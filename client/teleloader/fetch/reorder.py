@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from teleloader.fetch.scheduler import HEDGE_LEAST, RangeScheduler
-from teleloader.stats import Measures
+from teleloader.stats import Arrival, Measures
 from teleloader.transport.interface import TransportError
 from teleloader.transport.request import BatchRequest
 from teleloader_shared.codec import End, Frame
@@ -457,12 +457,26 @@ class ReorderBuffer:
             self.scheduler.joined(server, num_workers, url, batch_rate, time.monotonic())
             self.changed.notify_all()
 
-    def received(self, batches: int, nbytes: int, seconds: float) -> None:
-        """Add a response and its decoding time to the statistics."""
+    def received(
+        self, batches: int, nbytes: int, seconds: float, url: str = "", first: int = -1, arrival: Arrival | None = None
+    ) -> None:
+        """Add a response to the statistics.
+
+        Args:
+            batches: Number of its batches.
+            nbytes: Size in bytes.
+            seconds: Decoding time in seconds.
+            url: URL of the server.
+            first: Number of the first batch.
+            arrival: Times of the response; None if it was not received from a server.
+        """
         with self.changed:
             self.measures.batches += batches
             self.measures.nbytes += nbytes
             self.measures.decode += seconds
+            if arrival is not None:
+                is_awaited = self.starved and first <= self.scheduler.received < first + batches
+                self.measures.arrived(url, arrival, arrival.last_byte + seconds, is_awaited=is_awaited)
 
     def broke(self) -> None:
         """Count a connection that broke or was closed by the server."""

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from weakref import WeakSet, WeakValueDictionary
 
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
 from teleloader_server.dispatch.records import Consumer, Epoch, training_loop
 from teleloader_server.loading.stages import STAGES, Fetch
-from teleloader_server.loading.tasks import GroupReport, Task, indices_of
+from teleloader_server.loading.tasks import SLOW_FROM, GroupReport, Task, indices_of
 from teleloader_server.workers.pool import Lease
 from teleloader_shared import codec
 from teleloader_shared.codec import Failure, Substituted
 from teleloader_shared.histogram import Histogram
-from teleloader_shared.messages import ConsumerReport
+from teleloader_shared.messages import NO_RECEIVING, ConsumerReport, ReceivingTotals
 from teleloader_shared.stats import WINDOW, ErrorCount, SlowBatch
+
+if TYPE_CHECKING:
+    import asyncio
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ FETCH: Final = STAGES.index(Fetch)
 """Position of the `Fetch` stage in `GroupReport.stages`."""
 MIN_STALL: Final = 0.5
 """Minimum time in seconds to fetch a batch whose slow samples are logged."""
+RECENT_SLOW: Final = 64
+"""Maximum number of recent batches that took long to fetch, by loader."""
 KEEP_LOOPS: Final = 60.0
 """Seconds for which the counters of a training loop are kept after its last request."""
 
@@ -190,10 +195,22 @@ class BatchSeconds(NamedTuple):
     """Time that the worker computes or is blocked, without the time for which it has no CPU."""
 
 
+class SlowFetch(NamedTuple):
+    """Batch that took long to fetch."""
+
+    when: float
+    """Time of its result."""
+    seconds: float
+    """Fetch time in seconds."""
+    batch: int
+    sample: int | None
+    """Index of the sample that took longest; None if it is unknown."""
+
+
 class LoaderCounters:
     """Counters of one loader: computed batches, and time per stage."""
 
-    __slots__ = ("batches", "cpu_wait", "dataset", "seconds", "window")
+    __slots__ = ("_slow", "batches", "cpu_wait", "dataset", "seconds", "window")
 
     def __init__(self, dataset: DatasetCounters, now: float) -> None:
         self.dataset = dataset
@@ -201,6 +218,7 @@ class LoaderCounters:
         self.seconds = [0.0] * len(STAGES)
         self.cpu_wait = 0.0
         """Part of `seconds` for which workers had no CPU."""
+        self._slow: deque[SlowFetch] = deque(maxlen=RECENT_SLOW)
         self.window = RateWindow(now, *self._totals())
 
     def _totals(self) -> tuple[float, ...]:
@@ -209,6 +227,15 @@ class LoaderCounters:
     def mark(self, now: float) -> None:
         """Record the current totals in the rate window."""
         self.window.mark(now, *self._totals())
+
+    def slow(self, slow: SlowFetch) -> None:
+        """Record a batch that took long to fetch."""
+        self._slow.append(slow)
+
+    def recent_slow(self, now: float) -> list[SlowFetch]:
+        """Return the batches of the last `WINDOW` seconds that took long to fetch, slowest first."""
+        recent = (slow for slow in self._slow if now - slow.when <= WINDOW)
+        return sorted(recent, key=lambda slow: slow.seconds, reverse=True)
 
     def batch_seconds(self, now: float) -> BatchSeconds:
         """Return the mean times per batch: of recent batches or, if there are none, of all batches."""
@@ -224,12 +251,22 @@ class WorkerCounters:
     """Counters of one worker ID, over all processes with this ID."""
 
     window: RateWindow
-    """Sliding window of two totals: `busy` plus the time spent on the current task so far, and `cpu_wait`."""
+    """Sliding window of `totals`."""
     batches: int = 0
     busy: float = 0.0
     """Total time of completed tasks in seconds."""
     cpu_wait: float = 0.0
     """Part of `busy` for which the worker had no CPU."""
+    cpu: float = 0.0
+    """Part of `busy` for which the worker computed."""
+
+    def totals(self, working_for: float) -> tuple[float, float, float, float]:
+        """Return the time with a task, and its parts without a CPU, with a CPU, and of completed tasks.
+
+        Args:
+            working_for: Time spent on the current task so far in seconds.
+        """
+        return self.busy + working_for, self.cpu_wait, self.cpu, self.busy
 
 
 class Recent(NamedTuple):
@@ -249,6 +286,8 @@ class Recent(NamedTuple):
     """Fraction of `span` during which the training loop waited for data; None if the client does not report it."""
     step: float
     """Seconds per batch of the training loop without its data wait; 0 if unknown."""
+    receiving: ReceivingTotals | None = None
+    """Rates per second of the client's totals; None if the client does not report them."""
 
 
 class LoopCounters:
@@ -270,6 +309,8 @@ class LoopCounters:
         """Time during which a requested batch was not ready."""
         self.sending = Stopwatch()
         """Time during which a response was being sent."""
+        self.transports: WeakSet[asyncio.BaseTransport] = WeakSet()
+        """Transports of the client's connections."""
         self._since = now
         self._window = RateWindow(now, *self._totals(now))
         self._reported: RateWindow | None = None
@@ -278,6 +319,7 @@ class LoopCounters:
         None before the first report.
         """
         self._last_reported: tuple[float, ...] = ()
+        self._reports_receiving = False
         self._reported_at: float | None = None
         self._taken = 0
         """Batches that the training loop consumed since the first report."""
@@ -303,7 +345,9 @@ class LoopCounters:
         self._last_taken = report.taken
         if not report.taken:
             return True
-        last = (report.elapsed, report.waited, report.taken, *self._totals(now))
+        receiving = report.receiving or NO_RECEIVING
+        last = (report.elapsed, report.waited, report.taken, *receiving, *self._totals(now))
+        self._reports_receiving = report.receiving is not None
         if self._reported is None:
             self._reported = RateWindow(*last)
         self._last_reported = last
@@ -336,10 +380,11 @@ class LoopCounters:
             return Recent(0.0, 0.0, 0.0, 0.0, 0.0, None, 0.0)
         elapsed, *last = self._last_reported
         span = self._reported.span(elapsed)
-        waited, taken, batches, nbytes, waiting, sending = self._reported.rates(elapsed, *last)
+        waited, taken, *received, batches, nbytes, waiting, sending = self._reported.rates(elapsed, *last)
         data_wait = as_share(waited) if span > 0 else None
         step = max(0.0, 1 - waited) / taken if taken > 0 else 0.0
-        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), data_wait, step)
+        receiving = ReceivingTotals(*received) if self._reports_receiving and span > 0 else None
+        return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), data_wait, step, receiving)
 
     def consumed_rate(self, now: float) -> float | None:
         """Return the recent batches/s that the training loop consumed, from all servers; None without reports."""
@@ -443,8 +488,13 @@ class PoolCounters:
     def __init__(self, metrics: Counters) -> None:
         self._metrics = metrics
         self.workers: defaultdict[int, WorkerCounters] = defaultdict(
-            lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0, 0.0))
+            lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0, 0.0, 0.0, 0.0))
         )
+        self.lacks_memory = False
+        """True while a worker has no batch because memory is full."""
+        self.memory_full = Stopwatch()
+        """Time for which `lacks_memory` was true."""
+        self.memory_window = RateWindow(time.monotonic(), 0.0)
         self.loaders: dict[str, LoaderCounters] = {}
         self._consumers: dict[_Key, ConsumerCounters] = {}
 
@@ -459,6 +509,14 @@ class PoolCounters:
             loop = self._metrics.loop(consumer, dataset)
             known = self._consumers[key] = ConsumerCounters(self._metrics.datasets[dataset], loop, time.monotonic())
         return known
+
+    def memory_changed(self, now: float) -> None:
+        """Record that batches are not started from now on because memory is full, or that they are started again."""
+        self.lacks_memory = not self.lacks_memory
+        if self.lacks_memory:
+            self.memory_full.begin(now)
+        else:
+            self.memory_full.end(now)
 
     def _loader(self, key: str, dataset: str) -> LoaderCounters:
         if key not in self.loaders:
@@ -495,6 +553,7 @@ class PoolCounters:
         counters.busy += total
         cpu_wait = min(report.cpu_wait, total)
         counters.cpu_wait += cpu_wait
+        counters.cpu += min(report.cpu, total - cpu_wait)
         loader.batches += count
         loader.cpu_wait += cpu_wait
         dataset.computed += count
@@ -505,7 +564,11 @@ class PoolCounters:
         dataset.tokens += report.lengths[0]
         dataset.tokens_padded += report.lengths[1]
         fetched = report.stages[FETCH]
-        if max(fetched) > dataset.slow_from:
+        longest = max(fetched)
+        if longest > SLOW_FROM:
+            place = fetched.index(longest)
+            loader.slow(SlowFetch(time.monotonic(), longest, tasks[place].batch_id.batch, report.slowest[place]))
+        if longest > dataset.slow_from:
             for task, fetch, sample in zip(tasks, fetched, report.slowest, strict=True):
                 if fetch > dataset.slow_from:
                     dataset.slow(fetch, task, sample)

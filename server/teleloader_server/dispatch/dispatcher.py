@@ -140,6 +140,8 @@ class Dispatcher:
         self._backups = BackupBudget()
         self._ended: set[BatchId] = set()
         """Batches in progress whose backup has ended without a result."""
+        self.lacks_memory = False
+        """True if the last decision left a worker without a batch because memory was full."""
         self._level = 0.0
         """Served seconds of the principal for which a batch was started last; new principals start with this value."""
 
@@ -479,6 +481,7 @@ class Dispatcher:
     def _start_batches(self, submit: Submit) -> None:
         """Start batches while workers are available, each for the principal with the least served time."""
         rejected: list[Candidate] = []
+        self.lacks_memory = False
         while (found := self._next_start()) is not None:
             candidate, urgency, batch_id, worker = found
             consumer = candidate.consumer
@@ -587,6 +590,7 @@ class Dispatcher:
             is_awaited = urgency is Urgency.WAITING
             self.store.make_room(estimate, distance, principal_share, force=is_awaited)
             if not is_awaited and self.store.is_full(principal_share, estimate):
+                self.lacks_memory = True
                 return False
         seconds = 0.001 if loader.batch_seconds is None else loader.batch_seconds
         batches = []

@@ -400,6 +400,8 @@ class Engine:
         self._decision_due = False
         if self._end is None:
             self._dispatcher.decide(self._submit)
+            if self._dispatcher.lacks_memory is not self.tally.lacks_memory:
+                self.tally.memory_changed(time.monotonic())
 
     def _submit(self, worker: int, batches: Sequence[Batch]) -> None:
         consumer, kept = batches[0].consumer, batches[0].state.substituted
@@ -455,7 +457,8 @@ class Engine:
         """Sample the busy time of workers; called about once per second."""
         for state in self.pool.workers():
             place = self.tally.workers[state.worker]
-            place.window.mark(now, place.busy + state.working_for, place.cpu_wait)
+            place.window.mark(now, *place.totals(state.working_for))
+        self.tally.memory_window.mark(now, self.tally.memory_full.until(now))
 
     @property
     def idle(self) -> float:

@@ -92,6 +92,8 @@ class GroupReport(NamedTuple):
     """Times of each stage in seconds, one per batch; stages in the order of `stages.STAGES`."""
     cpu_wait: float
     """Part of these times for which the worker was ready to run and had no CPU, in seconds."""
+    cpu: float = 0.0
+    """CPU time of the worker, over all its threads, in seconds."""
     substituted: Sequence[tuple[int, Substituted]] = ()
     """Skipped and replaced samples of each batch that has any, with the place of the batch in the group."""
     slowest: Sequence[int | None] = ()
@@ -103,14 +105,14 @@ class GroupReport(NamedTuple):
     cache: CacheCounts = CacheCounts()
 
     @classmethod
-    def of(cls, reports: Sequence[Report], cpu_wait: float) -> GroupReport:
+    def of(cls, reports: Sequence[Report], cpu_wait: float, cpu: float) -> GroupReport:
         """Combine the reports on successive batches."""
         samples, failed, stages, substituted, slowest, slow, lengths, cache = zip(*reports, strict=True)
         found = [(place, each) for place, each in enumerate(substituted) if each is not None]
         late = [(place, each) for place, each in enumerate(slow) if each]
         times = list(zip(*stages, strict=True))
         padding = sum(tokens for tokens, _ in lengths), sum(padded for _, padded in lengths)
-        return cls(samples, failed[-1], times, cpu_wait, found, slowest, late, padding, CacheCounts.sum(cache))
+        return cls(samples, failed[-1], times, cpu_wait, cpu, found, slowest, late, padding, CacheCounts.sum(cache))
 
     def without(self, places: Container[int]) -> GroupReport:
         """Return the report without the batches at the given places."""

@@ -1,305 +1,296 @@
-"""Diagnosis of a consumer's bottleneck, with the recommended worker count: a pure function of measurements.
+"""Diagnosis of a training loop's bottleneck: a pure function of measurements.
 
-- The training loop waits for data during less than `MIN_DATA_WAIT` of the time: training is the bottleneck, or loading
-  and training are balanced if the workers are busy.
-- The training loop waits, and the requested batches were not ready on the server: the loader is the bottleneck.
-- The training loop waits, and the requested batches were ready: the network is the bottleneck.
+The data wait of the training loop has three parts, which the client measures for each response that the loop waits for:
 
-Only the client can measure the data wait of its training loop. If a client does not report it, the server uses its own
-measurements: the fractions of time for which requested batches were not ready, and for which responses were in transit.
+- until the first byte of the response: the batch was not ready, or the response took long to arrive. The server knows
+  for which fraction of the time requested batches were not ready;
+- until the last byte: the response arrived slowly;
+- until the batch is delivered: the client decodes it, or copies it to a device.
+
+The largest part is explained by what was measured there, such as the time for which workers compute, are blocked, or
+have no CPU. If the parts do not explain the wait, the bottleneck is ``unknown``. `advice` has the texts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
-from teleloader_shared.stats import WINDOW, Diagnosis
-from teleloader_shared.units import number, seconds
+from teleloader_server.stats import advice
+from teleloader_server.stats.evidence import ConsumerRates, Parts, PoolLoad, Receiving
+from teleloader_shared.stats import WINDOW, Bottleneck, Diagnosis
 
 MIN_DATA_WAIT: Final = 0.05
 """Data wait, as a fraction of the time, below which data loading does not limit training."""
-MIN_STARVED_SHARE: Final = 0.5
-"""Minimum ratio of the time with unready batches to the data wait at which the loader, not the network, is at fault."""
+SURE_DATA_WAIT: Final = 0.15
+"""Data wait from which it is certain that the training loop waits."""
 MAJORITY: Final = 0.5
-"""Minimum fraction of time with unready batches (loader) or responses in transit (network) for this bottleneck.
-
-Applies only if the client reports no data wait.
-"""
-WORKERS_BUSY: Final = 0.8
-"""Minimum busy fraction of the workers at which loading and training count as balanced."""
-CPUS_BUSY: Final = 0.8
-"""CPU utilization above which additional workers would not increase the throughput."""
-MIN_SECONDS: Final = 2.0
-"""Loading time in seconds before the first diagnosis."""
-MIN_TRAINING_FRACTION: Final = 0.05
-"""Fraction of time spent on training below which a training loop counts as consuming batches as fast as they arrive.
-
-The demand of such a loop is unknown, so no number of workers can be recommended.
-"""
-MIN_BATCH_RATE: Final = 0.01
-"""Batches/s below which a consumer counts as receiving no batches."""
-MAX_WORKERS: Final = 1024
-"""Maximum of the setting `num_workers`."""
-WORKERS_PER_CPU: Final = 4
-"""Maximum recommended workers per CPU: only a trial shows whether further workers would wait for I/O or for CPUs."""
-IDLE_GRACE_S: Final = 2.0
-"""Seconds without a request after which a consumer counts as inactive."""
-IDLE_GRACE_BATCHES: Final = 20
-"""Number of batches that a client may have prefetched; `IDLE_GRACE_S` is extended to the time for consuming them."""
+"""Minimum share of an effect that its cause must explain."""
+WORKERS_BUSY: Final = 0.65
+"""Busy fraction of the workers from which they count as the limit of the batch rate."""
+MIN_IDLE: Final = 0.1
+"""Idle fraction of the machine's CPUs below which further workers would find no CPU."""
+THROTTLED: Final = 0.2
+"""Fraction of throttled periods from which the CPU quota counts as the limit."""
+MEMORY_FULL: Final = 0.3
+"""Fraction of time with a full memory budget from which it counts as the reason that workers are idle."""
+MAIN_BUSY: Final = 0.85
+"""CPU use of the main process's event loop from which it counts as full."""
+MAIN_ACTIVE: Final = 0.3
+"""Fraction of time for which the main process computes or has no CPU, from which its lag counts."""
+MAIN_LOADED: Final = 0.5
+"""CPU use from which it is the most probable reason why idle workers get no batches."""
+MAIN_QUEUED: Final = 0.25
+"""Fraction of time without a CPU from which the main process is delayed by the CPUs and not by its work."""
 SLOW_EVENT_LOOP_S: Final = 0.01
 """Event loop lag in seconds above which the server's main process is the bottleneck."""
+LATE: Final = 0.1
+"""Fraction of late wake-ups of the training loop from which other threads that compute hold the GIL."""
+OTHERS: Final = 0.5
+"""CPUs of other threads of the training process, while its training loop waits, from which they may hold the GIL."""
+GIL_S: Final = 0.015
+"""Maximum delay of a response by a thread that holds the GIL, in seconds: CPython lets others wait for 5 ms, and the
+response needs the GIL when it begins to arrive, when it has been read, and when the training loop continues."""
+LOSS: Final = 0.02
+"""Fraction of retransmitted segments from which the network loses packets."""
+STRAGGLER_FACTOR: Final = 3.0
+"""Multiple of the median computing time from which a batch is a straggler."""
+STARVED: Final = 0.4
+"""Minimum share of a data wait without a main part that missing CPUs must explain."""
+BATCHES_PER_WORKER: Final = 2
+"""Requested and prefetched batches per worker above which more prefetching would not keep the workers busier."""
+MIN_SECONDS: Final = 2.0
+"""Loading time in seconds before the first diagnosis."""
+MAX_WORKERS: Final = 1024
+"""Maximum of the setting `num_workers`."""
 
 
-class ConsumerRates(NamedTuple):
-    """Measurements of one consumer: recent rates, and recent fractions of time by activity."""
+class Finding(NamedTuple):
+    """Bottleneck with its certainty, if all measurements are available."""
 
-    known_for: float
-    """Length of the measurement period in seconds."""
-    idle: float
-    """Seconds since the consumer's last request; 0 while a request is open."""
-    batch_rate: float
-    """Sent batches/s."""
-    byte_rate: float
-    """Sent bytes/s."""
-    starved_fraction: float
-    """Fraction of time during which requested batches were not ready."""
-    sending_fraction: float
-    """Fraction of time during which a response was in transit."""
-    data_wait_fraction: float | None
-    """Fraction of time during which the training loop waited for data, as reported by the client; None if unknown."""
-    stages: Mapping[str, float]
-    """Mean time of a worker per batch in each stage (fetch, collate, encode), in seconds."""
-
-    @property
-    def demand(self) -> float:
-        """Number of workers that the training loop would keep busy if it had no data wait.
-
-        Equals the current load if the data wait is unknown, or if the training loop consumes batches as fast as they
-        arrive.
-        """
-        training = 1.0 if self.data_wait_fraction is None or self.is_unthrottled else 1.0 - self.data_wait_fraction
-        return self.batch_rate / training * sum(self.stages.values())
-
-    @property
-    def is_active(self) -> bool:
-        """True if the consumer is expected to send further requests, judging by its recent batch rate."""
-        return self.batch_rate > 0 and self.idle <= min(WINDOW, max(IDLE_GRACE_S, IDLE_GRACE_BATCHES / self.batch_rate))
-
-    @property
-    def is_unthrottled(self) -> bool:
-        """True if the consumer's training loop consumes batches as fast as they arrive."""
-        return self.data_wait_fraction is not None and 1.0 - self.data_wait_fraction < MIN_TRAINING_FRACTION
-
-
-class PoolLoad(NamedTuple):
-    """Load of a consumer's worker pool and of the server."""
-
-    workers: int
-    """Number of worker processes; 0 if batches are loaded in the server process itself."""
-    busy: float
-    """Recent busy fraction of the workers."""
-    demand: float
-    """Number of workers that all training loops would keep busy if they never waited; see `total_demand`."""
-    consumers: int
-    """Number of active consumers."""
-    setting: str
-    """Setting for the number of workers as shown to users, such as ``--num-workers {}``; ``{}`` stands for the number.
-    """
-    cpus: int
-    """Number of CPUs of the server."""
-    cpu: float
-    """Mean number of CPUs in use."""
-    event_loop_lag: float
-    """Recent mean lag of the event loop in seconds."""
-    servers: int = 1
-    """Number of servers under the same supervisor, which divides the workers of the setting among them."""
-
-
-def total_demand(demands: Iterable[tuple[object, float]]) -> float:
-    """Return the number of workers that consumers with these demands would keep busy together.
-
-    Consumers of the same epoch share batches: only the highest of their demands counts.
-
-    Args:
-        demands: Epoch and demand, in workers, of each consumer.
-    """
-    highest: dict[object, float] = {}
-    for epoch, demand in demands:
-        highest[epoch] = max(demand, highest.get(epoch, 0.0))
-    return sum(highest.values())
+    bottleneck: Bottleneck
+    certainty: float
+    text: str
+    """Cause and remedy."""
 
 
 def diagnose(consumer: ConsumerRates, pool: PoolLoad) -> Diagnosis:
-    """Diagnose the bottleneck of a consumer, with advice to the user.
+    """Diagnose the bottleneck of a training loop, with advice to the user.
 
     The recommended number of workers suffices for all consumers of the pool.
     """
+    parts = split(consumer)
+    evidence = advice.measurements(consumer, pool, parts)
+    if consumer.is_finished:
+        return Diagnosis("finished", None, "The epoch is finished.", 1.0)
     if consumer.idle > WINDOW:
-        return Diagnosis("unknown", None, f"No request for {consumer.idle:.0f} s.")
+        return Diagnosis("idle", None, f"No request for {consumer.idle:.0f} s.", 1.0)
     if consumer.known_for < MIN_SECONDS:
         return Diagnosis("unknown", None, f"A diagnosis needs {MIN_SECONDS:g} s of loading.")
-    needed = _needed(pool)
-    if consumer.data_wait_fraction is None:
-        starved, in_transit = consumer.starved_fraction >= MAJORITY, consumer.sending_fraction >= MAJORITY
-    else:
-        waits = consumer.data_wait_fraction >= MIN_DATA_WAIT
-        starved = waits and consumer.starved_fraction >= MIN_STARVED_SHARE * consumer.data_wait_fraction
-        in_transit = waits and not starved
-    if starved:
-        return _loader_bound(consumer, pool, needed)
-    if in_transit:
-        return Diagnosis("network", needed, _network_advice(consumer, pool))
-    return _training_bound(consumer, pool, needed)
+    if not consumer.batch_rate and not consumer.starved_fraction:
+        return Diagnosis("unknown", None, "No batch was sent recently.")
+    needed = needed_workers(pool)
+    finding = _finding(consumer, pool, parts, needed)
+    confidence = finding.certainty * _quality(consumer, pool)
+    workers = needed
+    if finding.bottleneck == "unknown" or consumer.is_unthrottled or consumer.data_wait_fraction is None:
+        workers = None if finding.bottleneck != "training" else needed
+    return Diagnosis(finding.bottleneck, workers, finding.text, round(confidence, 2), evidence)
 
 
-def _needed(pool: PoolLoad) -> int | None:
+def split(consumer: ConsumerRates) -> Parts:
+    """Split the data wait into its parts."""
+    wait, starved = consumer.data_wait_fraction, consumer.starved_fraction
+    if wait is None:
+        return Parts(starved, consumer.sending_fraction, 0.0)
+    receiving = consumer.receiving
+    if receiving is None:
+        not_ready = min(wait, starved)
+        return Parts(not_ready, wait - not_ready, 0.0)
+    elsewhere = min(wait, receiving.elsewhere)
+    pending = min(wait - elsewhere, receiving.pending)
+    reading = min(wait - elsewhere - pending, receiving.reading)
+    not_ready = min(pending, starved)
+    in_transit, in_client = pending - not_ready, wait - elsewhere - pending - reading
+    if is_contended(receiving):
+        # each read waits for the GIL, so that bytes that have arrived seem to be in transit
+        delayed = min(in_transit + reading, GIL_S * receiving.wakeups)
+        return Parts(not_ready, in_transit + reading - delayed, in_client + delayed, elsewhere)
+    if receiving.busy > 0 and receiving.cpu >= MAJORITY * receiving.busy:
+        return Parts(not_ready, in_transit, in_client + reading, elsewhere)
+    return Parts(not_ready, in_transit + reading, in_client, elsewhere)
+
+
+def needed_workers(pool: PoolLoad) -> int | None:
     """Return the number of workers that meets the demand, or None if the demand is unknown or above `MAX_WORKERS`."""
     # a data wait below MIN_DATA_WAIT counts as keeping up
     needed = max(1, math.ceil(pool.demand * (1 - MIN_DATA_WAIT)))
     return needed if pool.demand > 0 and needed <= MAX_WORKERS else None
 
 
-def _loader_bound(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> Diagnosis:
-    if consumer.data_wait_fraction is None or consumer.is_unthrottled:
-        needed = None
-    waits = _waits(consumer, "for batches that are not ready")
-    if _has_other_causes(consumer, pool):
-        enough = needed if needed is not None and needed <= pool.workers else None
-        idle = _percent(1 - pool.busy)
-        return Diagnosis(
-            "loader", enough, f"{waits}, although workers are idle {idle} of the time: {_other_causes(pool)}."
-        )
-    return Diagnosis("loader", needed, f"{waits}{_enough_workers(consumer, pool, needed)}, or {_faster(consumer)}.")
+def is_straggling(consumer: ConsumerRates) -> bool:
+    """Return True if a recent batch took much longer than the others, and such batches explain the wait."""
+    slowest, typical = consumer.straggler, consumer.typical
+    if slowest is None or typical is None or slowest.seconds < STRAGGLER_FACTOR * typical:
+        return False
+    return slowest.share >= MAJORITY * split(consumer).not_ready
 
 
-def _has_other_causes(consumer: ConsumerRates, pool: PoolLoad) -> bool:
-    """Return True if the computing time of all workers explains less than half of the time with unready batches."""
-    busy = pool.busy * pool.workers
-    return (
-        pool.workers > 0
-        and consumer.batch_rate >= MIN_BATCH_RATE
-        and busy < MIN_STARVED_SHARE * consumer.starved_fraction
-    )
+def _quality(consumer: ConsumerRates, pool: PoolLoad) -> float:
+    """Return the maximum confidence that the available measurements permit."""
+    missing = {
+        0.6: consumer.data_wait_fraction is None,
+        0.75: consumer.receiving is None,
+        0.8: pool.cpu is None,
+        0.9: pool.machine.idle is None,
+        0.95: pool.main.cpu is None,
+    }
+    known = 0.7 + 0.3 * min(1.0, consumer.known_for / WINDOW)
+    return known * math.prod(factor for factor, is_missing in missing.items() if is_missing)
 
 
-def _other_causes(pool: PoolLoad) -> str:
-    if pool.event_loop_lag >= SLOW_EVENT_LOOP_S:
-        return _lag(pool)
-    return (
-        "more workers or faster samples would help little. Use longer epochs (each one starts with a wait), larger "
-        "batches if they are tiny, or more prefetching (prefetch_factor) if other programs use the CPUs"
-    )
-
-
-def _lag(pool: PoolLoad) -> str:
-    return f"the server's event loop lags by {1000 * pool.event_loop_lag:.0f} ms, so add another server"
-
-
-def _enough_workers(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> str:
-    """Recommend a sufficient number of workers, or another remedy if the pool has as many already."""
-    if consumer.is_unthrottled and consumer.batch_rate >= MIN_BATCH_RATE:
-        return f" and consumes each batch at once: {_throughput(consumer, pool)}"
-    if needed is None:
-        return f": add workers ({_setting(pool, 'N')})"
-    if needed > pool.workers:
-        return f": {_workers(needed)}{_instead(pool, needed)}"
-    prefetch = "prefetch more (prefetch_factor), so that slow batches start earlier"
-    return (
-        f", although {_workers(needed)} would suffice on average: "
-        f"{_lag(pool) if pool.event_loop_lag >= SLOW_EVENT_LOOP_S else prefetch}"
-    )
-
-
-def _instead(pool: PoolLoad, needed: int) -> str:
-    """Recommend an increased number of workers, or another remedy if the CPUs are busy."""
-    keep_up = "keep up" if pool.consumers == 1 else f"keep up with all {pool.consumers} consumers"
-    if needed > pool.cpus and pool.cpu >= CPUS_BUSY * pool.cpus:
-        return (
-            f" would {keep_up}, but {_cpus(pool)} {'is' if pool.cpus == 1 else 'are'} already busy: add another server"
-        )
-    if needed > (most := WORKERS_PER_CPU * pool.cpus):
-        first = max(most, pool.workers)
-        return f" would {keep_up}, many more than {_cpus(pool)}: try {first} first ({_setting(pool, first)})"
-    instead = f" instead of {pool.workers}" if pool.workers else ""
-    return f"{instead} would {keep_up} ({_setting(pool, needed)})"
-
-
-def _throughput(consumer: ConsumerRates, pool: PoolLoad) -> str:
-    """Describe the throughput of the workers, for a training loop that consumes batches as fast as they arrive."""
-    workers = _workers(pool.workers) if pool.workers else "the server's own process"
-    share = f" for this one of {pool.consumers} consumers" if pool.consumers > 1 else ""
-    verb = "computes" if pool.workers < 2 else "compute"
-    now = f"{workers} {verb} {number(consumer.batch_rate)} batches/s{share}"
-    enough = f"enough for training steps of {seconds(1 / consumer.batch_rate)}"
-    if pool.cpu >= CPUS_BUSY * pool.cpus:
-        return f"{now}, {enough}, with {_cpus(pool)} busy; for shorter steps add another server"
-    twice = 2 * max(1, pool.workers)
-    return f"{now}, {enough}; steps of half that time need {twice} workers ({_setting(pool, twice)})"
-
-
-def _setting(pool: PoolLoad, workers: int | Literal["N"]) -> str:
-    """Return the setting for a number of workers of this server."""
-    if pool.servers == 1:
-        return pool.setting.format(workers)
-    total = workers if workers == "N" else pool.servers * workers
-    return f"{pool.setting.format(total)}, divided among {pool.servers} servers"
-
-
-def _cpus(pool: PoolLoad) -> str:
-    return f"the server's {pool.cpus} CPUs" if pool.cpus > 1 else "the server's only CPU"
-
-
-def _network_advice(consumer: ConsumerRates, pool: PoolLoad) -> str:
-    if consumer.data_wait_fraction is None:
-        waits = f"Responses are in transit {_percent(consumer.sending_fraction)} of the time"
+def _finding(consumer: ConsumerRates, pool: PoolLoad, parts: Parts, needed: int | None) -> Finding:
+    wait = consumer.data_wait_fraction
+    if wait is None:
+        if max(parts) < MAJORITY:
+            return Finding("training", 1 - max(parts), advice.training(consumer, pool, needed))
+        largest, certainty = max(parts), max(parts)
+    elif wait < MIN_DATA_WAIT:
+        return Finding("training", 1 - 0.5 * wait / MIN_DATA_WAIT, advice.training(consumer, pool, needed))
     else:
-        waits = _waits(consumer, "although batches are ready")
-    if pool.event_loop_lag >= SLOW_EVENT_LOOP_S:
-        return f"{waits}: {_lag(pool)}."
-    return (
-        f"{waits}: {consumer.byte_rate / 1e6:,.1f} MB/s arrive. If this rate saturates the network, use a faster "
-        "network or send fewer bytes (smaller dtypes, compression). Otherwise latency dominates: prefetch more "
-        "(prefetch_factor) and use longer epochs."
-    )
-
-
-def _training_bound(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> Diagnosis:
-    if not consumer.batch_rate:
-        return Diagnosis("unknown", None, "No batch was sent recently.")
-    if consumer.data_wait_fraction is None:
-        waits = "Batches are ready when they are requested"
+        largest = max(parts)
+        sure = 0.6 + 0.4 * min(1.0, (wait - MIN_DATA_WAIT) / (SURE_DATA_WAIT - MIN_DATA_WAIT))
+        certainty = sure * largest / wait
+        if largest < MAJORITY * wait:
+            return _of_several(consumer, pool, parts, wait)
+    if parts.elsewhere == largest:
+        return Finding("unknown", 0.0, advice.elsewhere(consumer))
+    if parts.not_ready == largest:
+        cause = _of_unready(consumer, pool, needed)
+    elif parts.in_client == largest:
+        is_gil = consumer.receiving is not None and is_contended(consumer.receiving)
+        cause = Finding("client", 1.0, advice.client(consumer, is_contended=is_gil))
     else:
-        waits = _waits(consumer, "for data")
-    workers = needed if pool.workers else 0
+        cause = _of_transit(consumer, pool, parts)
+    return cause._replace(certainty=cause.certainty * certainty)
+
+
+def _of_several(consumer: ConsumerRates, pool: PoolLoad, parts: Parts, wait: float) -> Finding:
+    """Explain a wait without a main part: CPUs that are full delay workers, main process and client alike."""
+    main = pool.main
+    busy = (main.cpu or 0.0) + (main.cpu_wait or 0.0)
+    queued = parts.not_ready * min(1.0, pool.cpu_wait / pool.load) if pool.load else 0.0
+    if busy:
+        queued += parts.in_transit * (main.cpu_wait or 0.0) / busy
+    if _has_no_cpu(pool) and queued >= STARVED * wait:
+        return Finding("machine", queued / wait, _machine_advice(consumer, pool))
+    return Finding("unknown", 0.0, advice.unexplained(consumer, parts))
+
+
+def _has_no_cpu(pool: PoolLoad) -> bool:
+    """Return True if the CPUs of the machine are full, or the quota is used up."""
+    machine = pool.machine
+    return (machine.idle is not None and machine.idle < MIN_IDLE) or _is_throttled(pool)
+
+
+def _is_throttled(pool: PoolLoad) -> bool:
+    return (pool.machine.throttled or 0.0) >= THROTTLED
+
+
+def _machine_advice(consumer: ConsumerRates, pool: PoolLoad) -> str:
+    return advice.machine(consumer, pool, is_throttled=_is_throttled(pool))
+
+
+def is_contended(receiving: Receiving) -> bool:
+    """Return True if other threads of the training process hold the GIL while its training loop waits."""
+    return receiving.late >= LATE and receiving.others >= OTHERS
+
+
+# -- batches that are not ready
+
+
+def _of_unready(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> Finding:
+    """Explain why batches are not ready when they are requested."""
     if pool.busy >= WORKERS_BUSY:
-        busy = f"the workers are busy {_percent(pool.busy)} of the time"
-        return Diagnosis("balanced", workers, f"{waits}, and {busy}: loading and training are balanced.")
-    fewer = f": {_workers(needed)} would suffice" if needed is not None and needed < pool.workers else ""
-    idle = f"the workers are idle {_percent(1 - pool.busy)} of the time"
-    return Diagnosis("training", workers, f"{waits}, and {idle}, so training is the bottleneck{fewer}.")
+        return _of_workers(consumer, pool, needed)
+    if pool.memory_full >= MEMORY_FULL:
+        return Finding("memory", 0.5 + 0.5 * pool.memory_full, advice.memory(consumer, pool))
+    if _is_main_process_full(pool):
+        return _of_main_process(consumer, pool)
+    if pool.load >= MAJORITY * consumer.starved_fraction:
+        return _of_latency(consumer, pool, needed)
+    if (pool.main.cpu or 0.0) >= MAIN_LOADED:
+        return Finding("server", 0.6, advice.server(consumer, pool))
+    if (pool.main.cpu_wait or 0.0) >= MAIN_QUEUED:
+        return _of_main_process(consumer, pool)
+    return Finding("unknown", 0.0, advice.idle_workers(consumer, pool))
 
 
-def _faster(consumer: ConsumerRates) -> str:
-    """Recommend speeding up the slowest stage."""
-    total = sum(consumer.stages.values())
-    if not total:
-        return "speed up the samples"
-    longest = max(consumer.stages, key=lambda stage: consumer.stages[stage])
-    share = _percent(consumer.stages[longest] / total)
-    return f"speed up the stage {longest!r}, which takes {share} of the time per batch"
+def _of_workers(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> Finding:
+    """Explain why the workers are busy: they compute, are blocked, or have no CPU."""
+    load = pool.load
+    if pool.cpu is None or load <= 0:
+        return Finding("workers", 0.8, advice.workers(consumer, pool, needed))
+    queued = min(pool.cpu_wait, load)
+    computing = min(pool.cpu, load - queued)
+    blocked = load - computing - queued
+    short = queued + (computing if _has_no_cpu(pool) else 0.0)
+    if short >= MAJORITY * load:
+        return Finding("machine", short / load, _machine_advice(consumer, pool))
+    if blocked >= MAJORITY * load:
+        return Finding("io", blocked / load, advice.blocked(consumer, pool, needed))
+    if computing >= MAJORITY * load:
+        return Finding("workers", (computing + queued) / load, advice.workers(consumer, pool, needed))
+    return Finding("unknown", 0.0, advice.mixed(consumer, pool))
 
 
-def _waits(consumer: ConsumerRates, why: str) -> str:
-    if consumer.data_wait_fraction is None:
-        return f"Requested batches are not ready {_percent(consumer.starved_fraction)} of the time"
-    return f"The training loop waits {_percent(consumer.data_wait_fraction)} of the time {why}"
+def _of_latency(consumer: ConsumerRates, pool: PoolLoad, needed: int | None) -> Finding:
+    """Explain a wait for single batches, while other workers are idle."""
+    of_workers = _of_workers(consumer, pool, needed)
+    if of_workers.bottleneck == "machine":
+        return of_workers
+    if _has_no_cpu(pool) and (pool.main.cpu_wait or 0.0) >= MAIN_QUEUED:
+        return _of_main_process(consumer, pool)
+    if is_straggling(consumer):
+        label: Bottleneck = "io" if of_workers.bottleneck == "io" else "workers"
+        return Finding(label, 0.8, advice.straggler(consumer, pool))
+    if consumer.window > BATCHES_PER_WORKER * max(1, pool.workers):
+        # batches wait for workers, which are idle only until the next one is assigned
+        return of_workers._replace(certainty=0.75 * of_workers.certainty)
+    return Finding("prefetch", 0.75, advice.prefetch(consumer, pool))
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+# -- the main process, and the network
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker" if count == 1 else f"{count} workers"
+def _is_main_process_full(pool: PoolLoad) -> bool:
+    """Return True if the main process computes all the time, or is often late.
+
+    A single late timer is a lag of the event loop, too; a thread that rarely has work delays nothing.
+    """
+    main = pool.main
+    is_active = main.cpu is None or main.cpu + (main.cpu_wait or 0.0) >= MAIN_ACTIVE
+    return (main.lag >= SLOW_EVENT_LOOP_S and is_active) or (main.cpu or 0.0) >= MAIN_BUSY
+
+
+def _of_main_process(consumer: ConsumerRates, pool: PoolLoad) -> Finding:
+    """Explain why the main process is late: it computes, or has no CPU."""
+    computes, waits = pool.main.cpu or 0.0, pool.main.cpu_wait or 0.0
+    if waits >= MAIN_QUEUED and waits >= computes:
+        return Finding("machine", 0.9, _machine_advice(consumer, pool))
+    return Finding("server", 0.9, advice.server(consumer, pool))
+
+
+def _of_transit(consumer: ConsumerRates, pool: PoolLoad, parts: Parts) -> Finding:
+    """Explain why ready batches do not arrive."""
+    link, receiving = consumer.link, consumer.receiving
+    is_slow = receiving is not None and receiving.reading >= MAJORITY * parts.in_transit
+    # an event loop that lags delays the start of a response, and not its bytes
+    if (pool.main.cpu or 0.0) >= MAIN_BUSY or (_is_main_process_full(pool) and not is_slow):
+        return _of_main_process(consumer, pool)
+    # a kernel without idle CPUs acknowledges late, and the peer retransmits what was not lost
+    if not _has_no_cpu(pool) and link is not None and (link.retransmitted or 0.0) >= LOSS:
+        return Finding("network", 0.95, advice.loss(consumer))
+    if receiving is not None and not is_slow:
+        return Finding("network", 0.9, advice.delay(consumer, pool))
+    return Finding("network", 0.95, advice.rate(consumer))

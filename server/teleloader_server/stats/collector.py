@@ -12,26 +12,40 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Final, NamedTuple, TypeVar
 
 from teleloader_server.dispatch.counters import BatchSeconds, ConsumerCounters, LoopCounters
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
-from teleloader_server.dispatch.records import Consumer
+from teleloader_server.dispatch.records import Consumer, Loader
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.replay import Replayed
-from teleloader_server.stats.bottleneck import ConsumerRates, PoolLoad, diagnose, total_demand
+from teleloader_server.loading.tasks import SLOW_FROM
+from teleloader_server.stats.bottleneck import diagnose
 from teleloader_server.stats.demand import ConsumerLoad, demand, is_saturated
+from teleloader_server.stats.evidence import (
+    IDLE_GRACE_S,
+    ConsumerRates,
+    Machine,
+    MainProcess,
+    PoolLoad,
+    Receiving,
+    Straggler,
+    total_demand,
+)
+from teleloader_server.stats.links import Links
+from teleloader_server.stats.machine import MachineUse, MainThread
 from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState
 from teleloader_server.workers.procfs import NO_MEMORY, CpuUse, Memory
 from teleloader_shared.codec import BatchId
 from teleloader_shared.histogram import Histogram
 from teleloader_shared.lengths import padding_fraction
-from teleloader_shared.messages import PREVIEW, DatasetInfo
+from teleloader_shared.messages import PREVIEW, DatasetInfo, ReceivingTotals
 from teleloader_shared.spec import MAX_EPOCH
-from teleloader_shared.stats import ConsumerStats, DatasetStats, Diagnosis, ServerStats, Stats, WorkerStats
+from teleloader_shared.stats import WINDOW, ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
 from teleloader_shared.version import VERSION
 
 DEFAULT_CONSUMERS: Final = 100
@@ -56,6 +70,12 @@ class EngineSnapshot(NamedTuple):
     busy_fractions: dict[int, float]
     cpu_wait: float
     """Recent mean number of busy workers that had no CPU."""
+    cpu_share: float | None
+    """Fraction of their recent completed tasks for which the workers computed; None if they completed none."""
+    cpu_wait_share: float
+    """Fraction of their recent completed tasks for which the workers had no CPU."""
+    memory_full: float
+    """Recent fraction of time for which batches were not started because memory was full."""
     batch_seconds: dict[str, BatchSeconds]
     """Mean times per batch by loader key."""
 
@@ -87,6 +107,9 @@ class StatsCollector:
         self.lag: Final = Histogram()
         """Delays of the event loop's timer."""
         self._cpu = CpuUse()
+        self._machine = MachineUse()
+        self._main = MainThread(now)
+        self._links = Links()
         self._measuring: asyncio.Task[dict[int | None, Memory]] | None = None
         self._measured_for: set[int | None] = set()
         self._measure_again = 0.0
@@ -95,6 +118,9 @@ class StatsCollector:
 
     async def run(self) -> None:
         """Sample the totals of all counters periodically, until cancelled."""
+        self._main = MainThread(
+            time.monotonic()
+        )  # the thread of the event loop, which may not have created this object
         for number in itertools.count():
             due = time.monotonic() + MARK_EVERY
             await asyncio.sleep(MARK_EVERY)
@@ -104,8 +130,10 @@ class StatsCollector:
             self._total_lag += lag
             self.lag.observe((lag,))
             await self._mark(now)
+            self._main.mark(now)
             if number % MARKS_PER_CPU == 0:
                 self._cpu.sample(self._pids(self._service.engines.started()))
+                self._machine.sample()
 
     async def _mark(self, now: float) -> None:
         self._lag_window.mark(now, self._num_samples, self._total_lag)
@@ -156,7 +184,11 @@ class StatsCollector:
         for engine, sample in samples:
             if sample.is_latest:
                 loops[engine].append(sample)
-        loads = {snapshot.engine: _load(snapshot, loops[snapshot.engine], server) for snapshot in snapshots}
+        machine = self._machine.current(server.cpus, server.cpu, self._cpu.idle_fraction())
+        main = self._main.current(now, server.event_loop_lag)
+        loads = {
+            snapshot.engine: _load(snapshot, loops[snapshot.engine], server, machine, main) for snapshot in snapshots
+        }
         active = [sample.load for engine in loops.values() for sample in engine if sample.recent.is_active]
         workers = demand(active, sum(snapshot.load for snapshot in snapshots))
         page = samples[offset : offset + limit]
@@ -168,7 +200,7 @@ class StatsCollector:
                 for snapshot in snapshots
                 for state, busy in snapshot.workers
             ],
-            consumers=[_record(sample, loads[engine], now) async for engine, sample in _in_slices(page)],
+            consumers=[self._record(sample, loads[engine], now) async for engine, sample in _in_slices(page)],
             consumers_total=len(samples),
         )
 
@@ -176,14 +208,18 @@ class StatsCollector:
     def _snapshot(engine: Engine, now: float) -> EngineSnapshot:
         workers = engine.workers()
         shares = {}
-        cpu_wait = 0.0
+        cpu_wait = total_wait = total_cpu = completed = 0.0
         for state, _ in workers:
             tally = engine.tally.workers[state.worker]
-            busy, waiting = tally.window.rates(now, tally.busy + state.working_for, tally.cpu_wait)
+            busy, waiting, computing, done = tally.window.rates(now, *tally.totals(state.working_for))
             shares[state.worker] = as_share(busy)
             cpu_wait += min(as_share(waiting), shares[state.worker])
+            total_wait, total_cpu, completed = total_wait + waiting, total_cpu + computing, completed + done
+        full = engine.tally.memory_window.rates(now, engine.tally.memory_full.until(now))[0]
         seconds = {key: loader.batch_seconds(now) for key, loader in engine.tally.loaders.items()}
-        return EngineSnapshot(engine, workers, shares, cpu_wait, seconds)
+        cpu_share = as_share(total_cpu / completed) if completed > 0 else None
+        wait_share = as_share(total_wait / completed) if completed > 0 else 0.0
+        return EngineSnapshot(engine, workers, shares, cpu_wait, cpu_share, wait_share, as_share(full), seconds)
 
     def _server(self, snapshots: list[EngineSnapshot], memory: Mapping[int | None, Memory], now: float) -> ServerStats:
         load = sum(snapshot.load for snapshot in snapshots)
@@ -213,6 +249,41 @@ class StatsCollector:
             saturated=is_saturated(busy, load, self._cpu.idle_fraction()),
             ports=self._service.ports,
             memory_lent=self._service.quotas.lent,
+        )
+
+    def _record(self, sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
+        consumer, tally, recent, _, _ = sample
+        recent = recent._replace(link=self._links.measure(tally.loop.transports, now))
+        loader = consumer.loader
+        batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
+        consumed = tally.loop.consumed_rate(now)
+        if consumed is not None:
+            batches = 0.0 if tally.finished else consumed
+        return ConsumerStats(
+            consumer=consumer.name,
+            token=consumer.principal_share.quota.name,
+            dataset=loader.spec.dataset,
+            loader=loader.key,
+            rank=loader.spec.rank,
+            world_size=loader.spec.world_size,
+            epoch=consumer.epoch[1],
+            position=tally.position(consumer),
+            batches=None if loader.batches == MAX_EPOCH else loader.batches,
+            batches_sent=tally.batches,
+            bytes_sent=tally.nbytes,
+            batches_per_second=batches,
+            bytes_per_second=nbytes,
+            waiting=tally.waiting.until(now),
+            starved_fraction=recent.starved_fraction,
+            sending_fraction=recent.sending_fraction,
+            data_wait_fraction=recent.data_wait_fraction,
+            reconnects=None if tally.report is None else tally.report.reconnects,
+            hedges=None if tally.report is None else tally.report.hedges,
+            idle=max(0.0, now - max(consumer.last_seen, tally.last_request)),
+            diagnosis=diagnose(recent, by),
+            batches_lent=tally.lent,
+            run=tally.run,
+            finished=tally.finished,
         )
 
     @staticmethod
@@ -287,7 +358,7 @@ class StatsCollector:
             later = latest.get(tally.loop)
             if later is not None and (consumer.is_background or not consumer.requests):
                 continue
-            rates = latest[tally.loop] = later or _rates(snapshot, consumer, tally.loop, now)
+            rates = latest[tally.loop] = later or _rates(snapshot, consumer, tally, now)
             found.append((snapshot.engine, _ConsumerSample(consumer, tally, *rates, is_latest=later is None)))
         return found
 
@@ -314,9 +385,10 @@ class _ConsumerSample(NamedTuple):
 
 
 def _rates(
-    snapshot: EngineSnapshot, latest: Consumer, loop: LoopCounters, now: float
+    snapshot: EngineSnapshot, latest: Consumer, tally: ConsumerCounters, now: float
 ) -> tuple[ConsumerRates, ConsumerLoad]:
     """Return the rates and the load of a training loop, given the consumer of its latest iteration."""
+    loop = tally.loop
     # without open requests, the period ends at the last request: since then the consumer has waited for nothing
     last_active = max(latest.last_seen, loop.last_request)
     recent = loop.recent(now if latest.requests else min(now, last_active))
@@ -330,60 +402,69 @@ def _rates(
         sending_fraction=recent.sending,
         data_wait_fraction=recent.data_wait,
         stages=seconds.stages,
+        step=recent.step,
+        receiving=_receiving(recent.receiving, recent.data_wait),
+        straggler=_straggler(snapshot, latest.loader, now),
+        typical=latest.loader.times.typical,
+        p99=latest.loader.times.p99,
+        window=max(0, latest.ahead_stop - latest.position),
+        is_compressed=latest.loader.spec.compression is not None,
+        has_checksum=latest.loader.spec.checksum,
+        is_finished=_is_finished(latest, now) if tally.finished is None else tally.finished,
     )
     return rates, ConsumerLoad(latest.epoch, recent.batches, recent.data_wait, recent.step, recent.span, seconds.work)
 
 
-def _load(snapshot: EngineSnapshot, loops: list[_ConsumerSample], server: ServerStats) -> PoolLoad:
+def _receiving(totals: ReceivingTotals | None, data_wait: float | None) -> Receiving | None:
+    """Return the rates of a client's receiving threads, given the rates of its totals and its data wait."""
+    if totals is None:
+        return None
+    late = as_share(totals.late / totals.wakeups) if totals.wakeups else 0.0
+    waits = (as_share(totals.pending), as_share(totals.reading), as_share(totals.elsewhere))
+    process = totals.process / data_wait if data_wait else 0.0
+    return Receiving(*waits, totals.busy, totals.cpu, process, totals.wakeups, late)
+
+
+def _is_finished(consumer: Consumer, now: float) -> bool:
+    """Return True if all batches of an epoch were sent, for a consumer that does not report its position."""
+    is_sent = not consumer.requests and consumer.position >= consumer.loader.batches
+    return is_sent and now - consumer.last_seen > IDLE_GRACE_S
+
+
+def _load(
+    snapshot: EngineSnapshot, loops: list[_ConsumerSample], server: ServerStats, machine: Machine, main: MainProcess
+) -> PoolLoad:
     """Return the load of an engine's workers, including the demand of its active training loops."""
     active = [sample for sample in loops if sample.recent.is_active]
+    busy = snapshot.busy
     return PoolLoad(
         workers=snapshot.engine.pool.num_workers,
-        busy=snapshot.busy / max(1, len(snapshot.busy_fractions)),
+        busy=busy / max(1, len(snapshot.busy_fractions)),
         demand=total_demand((sample.consumer.epoch, sample.recent.demand) for sample in active),
         consumers=len(active),
         setting=snapshot.engine.source.setting,
+        machine=machine,
+        main=main,
+        cpu=None if snapshot.cpu_share is None else busy * snapshot.cpu_share,
+        cpu_wait=busy * snapshot.cpu_wait_share,
+        memory_full=snapshot.memory_full,
+        memory_budget=server.memory_budget,
         servers=len(server.ports) if server.ports and snapshot.engine.source.session is None else 1,
-        cpus=server.cpus,
-        cpu=server.cpu,
-        event_loop_lag=server.event_loop_lag,
     )
 
 
-def _record(sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
-    consumer, tally, recent, _, _ = sample
-    loader = consumer.loader
-    batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
-    consumed = tally.loop.consumed_rate(now)
-    if consumed is not None:
-        batches = 0.0 if tally.finished else consumed
-    finished = Diagnosis("unknown", None, f"Epoch {consumer.epoch[1]} is finished.") if tally.finished else None
-    return ConsumerStats(
-        consumer=consumer.name,
-        token=consumer.principal_share.quota.name,
-        dataset=loader.spec.dataset,
-        loader=loader.key,
-        rank=loader.spec.rank,
-        world_size=loader.spec.world_size,
-        epoch=consumer.epoch[1],
-        position=tally.position(consumer),
-        batches=None if loader.batches == MAX_EPOCH else loader.batches,
-        batches_sent=tally.batches,
-        bytes_sent=tally.nbytes,
-        batches_per_second=batches,
-        bytes_per_second=nbytes,
-        waiting=tally.waiting.until(now),
-        starved_fraction=recent.starved_fraction,
-        sending_fraction=recent.sending_fraction,
-        data_wait_fraction=recent.data_wait_fraction,
-        reconnects=None if tally.report is None else tally.report.reconnects,
-        hedges=None if tally.report is None else tally.report.hedges,
-        idle=max(0.0, now - max(consumer.last_seen, tally.last_request)),
-        diagnosis=finished or diagnose(recent, by),
-        batches_lent=tally.lent,
-        run=tally.run,
-        finished=tally.finished,
-    )
+def _straggler(snapshot: EngineSnapshot, loader: Loader, now: float) -> Straggler | None:
+    """Return the slowest recent batch of a loader, which may not be completed."""
+    counters = snapshot.engine.tally.loaders.get(loader.key)
+    recent = [] if counters is None else counters.recent_slow(now)
+    found = [(slow.seconds, slow.batch, slow.sample) for slow in recent]
+    for state, _ in snapshot.workers:
+        if state.task is not None and state.task.batch_id.loader == loader.key and state.working_for > SLOW_FROM:
+            found.append((state.working_for, state.task.batch_id.batch, None))
+    if not found:
+        return None
+    seconds, batch, sample = max(found, key=itemgetter(0))
+    return Straggler(batch, sample, seconds, as_share(sum(each for each, _, _ in found) / WINDOW))
 
 
 def _shown(batch_id: BatchId, dataset: str, replayed: Replayed | None) -> str:

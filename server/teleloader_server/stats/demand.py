@@ -77,13 +77,15 @@ def demand(consumers: Iterable[ConsumerLoad], load: float) -> Demand:
     return Demand(known + unknown, unknown)
 
 
-def is_saturated(busy: float, load: float, idle_fraction: float) -> bool:
+def is_saturated(busy: float, load: float, idle_fraction: float | None) -> bool:
     """Return True if further workers would find no idle CPU.
 
     Args:
         busy: Workers that have a task.
         load: Those of them that compute or are blocked. The others wait for a CPU: the machine's CPUs are in use, or
             the quota of the container is.
-        idle_fraction: Idle fraction of the CPUs that the server may use.
+        idle_fraction: Idle fraction of the CPUs that the server may use; None if unknown.
     """
-    return idle_fraction < MIN_IDLE or busy - load >= max(MIN_WAITING, MIN_WAITING * busy)
+    return (idle_fraction is not None and idle_fraction < MIN_IDLE) or busy - load >= max(
+        MIN_WAITING, MIN_WAITING * busy
+    )

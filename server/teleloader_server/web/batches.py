@@ -190,7 +190,9 @@ async def ready_response(scope: Scope, service: LoaderService, stream: BatchStre
     """Wait for the first batch of a request; return a response with this batch and the ready batches after it."""
     # a client may keep the batches of an epoch that has not started for long, and the server's memory must not wait
     channel = None if stream.consumer.is_background else channel_of(scope)
-    with stream, until_disconnect(scope, stream):
+    with stream, until_disconnect(scope, stream) as exchange:
+        if exchange.transport is not None:
+            stream.tally.loop.transports.add(exchange.transport)
         frames = await ready_frames(stream, lends=channel is not None)
         if channel is not None and is_lendable(frames[0]):
             return LoanResponse(channel, service, stream, frames[0])

@@ -57,9 +57,11 @@ _EXCHANGE: Final = "teleloader.exchange"
 class Exchange:
     """Exchange of a request and its response, until the response is complete."""
 
-    __slots__ = ("has_response_begun", "is_disconnected", "on_disconnect", "status", "unforwarded")
+    __slots__ = ("has_response_begun", "is_disconnected", "on_disconnect", "status", "transport", "unforwarded")
 
-    def __init__(self) -> None:
+    def __init__(self, transport: asyncio.Transport | None = None) -> None:
+        self.transport = transport
+        """Transport of the connection; None outside of a `Connection`."""
         self.has_response_begun = False
         self.status = 0
         """Status code of the response; 0 before the response."""
@@ -278,7 +280,7 @@ class Connection(asyncio.Protocol):
                 "cannot open a WebSocket while earlier requests are pending: wait for their responses",
             )
         self.has_requested = True
-        self._receiving = exchange = Exchange()
+        self._receiving = exchange = Exchange(self._transport)
         self._exchanges.append(exchange)
         if len(self._exchanges) > 1:
             self._transport.pause_reading()

@@ -131,10 +131,10 @@ class InProcessPool:
 
     def _load(self, loading: Loading, task: Task, cpu_wait: CpuWait) -> None:
         self._current = task, time.monotonic()
-        before = cpu_wait.seconds()
+        before, used = cpu_wait.seconds(), time.thread_time()
         with self._random_state:
             frame, report = loading.frame(task)
-        combined = GroupReport.of([report], cpu_wait.seconds() - before)
+        combined = GroupReport.of([report], cpu_wait.seconds() - before, time.thread_time() - used)
         self._current = None, 0.0
         self._loop.call_soon_threadsafe(self._done, task, frame, combined)
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Container, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 
 class Memory(NamedTuple):
@@ -98,6 +98,13 @@ class CpuWait:
         """Return the time since the thread started; always 0 if the kernel does not measure it."""
         return 0.0 if self._file < 0 else int(os.pread(self._file, 64, 0).split()[1]) / 1e9
 
+    def times(self) -> tuple[float, float] | None:
+        """Return CPU time and waiting time of the thread in seconds; None if the kernel does not measure them."""
+        if self._file < 0:
+            return None
+        used, waited = os.pread(self._file, 64, 0).split()[:2]
+        return int(used) / 1e9, int(waited) / 1e9
+
 
 def cpu_ticks(cpus: Container[int]) -> tuple[int, int]:
     """Return the idle time and the total time of CPUs since boot, in clock ticks; (0, 0) if they are not available."""
@@ -151,11 +158,77 @@ class CpuUse:
         used = sum(max(0.0, cpu_seconds(pid) - before.get(pid, 0.0)) for pid in pids)
         return used / max(1e-3, time.monotonic() - then)
 
-    def idle_fraction(self) -> float:
-        """Return the idle fraction of the CPUs in the affinity mask since the second-to-last sample; 1.0 if unknown."""
+    def idle_fraction(self) -> float | None:
+        """Return the idle fraction of the CPUs in the affinity mask, as `rate`; None if unknown."""
         _, _, (idle_before, total_before) = self._samples[0]
         idle, total = cpu_ticks(self._cpus)
-        return (idle - idle_before) / (total - total_before) if total > total_before else 1.0
+        return (idle - idle_before) / (total - total_before) if total > total_before else None
+
+
+class CpuQuota:
+    """CPU quota of the control groups of this process (cgroup v1 and v2), and how often the kernel enforced it.
+
+    Args:
+        root: Directory at which control groups are mounted.
+        groups: File that lists the control groups of the process.
+    """
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> None:
+        self._folders = _limited_folders(root, groups)
+        """Directories of the control groups that limit the process: its own one, and those that contain it."""
+
+    @property
+    def cpus(self) -> float | None:
+        """Smallest quota of the control groups in CPUs; None if there is none."""
+        return min((found for folder in self._folders if (found := _quota_of(folder)) is not None), default=None)
+
+    def periods(self) -> tuple[int, int]:
+        """Return the numbers of throttled periods and of all periods of the group that was throttled most."""
+        return max((_periods_of(folder) for folder in self._folders), default=(0, 0))
+
+
+def _limited_folders(root: Path, groups: Path) -> list[Path]:
+    found = []
+    with suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            names = controllers.split(",")
+            if controllers and "cpu" not in names:
+                continue
+            mounts = [root / "cpu", root / "cpu,cpuacct"] if controllers else [root, root / "unified"]
+            for mount in mounts:
+                folder = mount / path.lstrip("/")
+                found += [each for each in (folder, *folder.parents) if each == mount or mount in each.parents]
+    return [folder for folder in found if (folder / "cpu.stat").is_file()]
+
+
+def _quota_of(folder: Path) -> float | None:
+    """Return the quota of a control group in CPUs; None if it has none."""
+    with suppress(OSError, ValueError):  # no such file in the other version, or "max"
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        quota_us = int((folder / "cpu.cfs_quota_us").read_text())
+        return quota_us / int((folder / "cpu.cfs_period_us").read_text()) if quota_us > 0 else None
+    return None
+
+
+def _periods_of(folder: Path) -> tuple[int, int]:
+    """Return the numbers of throttled periods and of all periods of a control group."""
+    try:
+        counts = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0, 0
+    return int(counts.get("nr_throttled", 0)), int(counts.get("nr_periods", 0))
+
+
+def pressure(resource_name: Literal["cpu", "io"], folder: Path = Path("/proc/pressure")) -> float | None:
+    """Return the fraction of the last 10 s for which a process waited for a resource (PSI); None if not measured."""
+    with suppress(OSError, ValueError, IndexError):
+        # some avg10=55.74 avg60=60.92 avg300=57.20 total=14235039903
+        name, value = (folder / resource_name).read_text().split()[1].split("=")
+        return float(value) / 100 if name == "avg10" else None
+    return None
 
 
 def shortage(error: OSError) -> str:

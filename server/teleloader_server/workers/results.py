@@ -56,13 +56,17 @@ class Results:
     Args:
         arena: Shared memory for frames; used by the computing thread only.
         cpu_wait: Function that returns the total time in seconds for which the computing thread had no CPU.
+        cpu: Function that returns the total CPU time of the process in seconds.
     """
 
-    def __init__(self, arena: Arena, cpu_wait: Callable[[], float]) -> None:
+    def __init__(
+        self, arena: Arena, cpu_wait: Callable[[], float], cpu: Callable[[], float] = time.process_time
+    ) -> None:
         self._arena = arena
         self._cpu_wait = cpu_wait
-        self._cpu_wait_before = 0.0
-        """Value of `cpu_wait` when the last group ended, or at the last call of `resume`."""
+        self._cpu = cpu
+        self._before = 0.0, 0.0
+        """Values of `cpu_wait` and `cpu` when the last group ended, or at the last call of `resume`."""
         self._lock = threading.Lock()
         self._open: _Group | None = None
         """Group to which the next frame is added, if there is room."""
@@ -74,8 +78,8 @@ class Results:
         self._owner = NOBODY
 
     def resume(self) -> None:
-        """Start to measure the time without a CPU, when the worker receives a task after it had none."""
-        self._cpu_wait_before = self._cpu_wait()
+        """Start to measure the CPU times, when the worker receives a task after it had none."""
+        self._before = self._cpu_wait(), self._cpu()
 
     def begin(self, task_id: int, following: int, owner: int = NOBODY) -> None:
         """Start a task.
@@ -149,6 +153,6 @@ class Results:
         if isinstance(group.buffer, Slot):
             group.buffer.clear_after(group.used)
         frames = group.buffer.number if isinstance(group.buffer, Slot) else group.buffer[: group.used].tobytes()
-        before, self._cpu_wait_before = self._cpu_wait_before, self._cpu_wait()
-        report = GroupReport.of(group.reports, self._cpu_wait_before - before)
+        (waited, used), self._before = self._before, (self._cpu_wait(), self._cpu())
+        report = GroupReport.of(group.reports, self._before[0] - waited, self._before[1] - used)
         self._done.append(Done(group.task_id, frames, group.sizes, report, group.reached))

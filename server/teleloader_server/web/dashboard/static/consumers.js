@@ -10,7 +10,7 @@ const TITLES = ["Consumer", "Dataset", "Rank", "Epoch", "Progress", "Batches/s",
 
 // Everything about it that has no column.
 function more(consumer) {
-  const { workers } = consumer.diagnosis;
+  const { workers, confidence, evidence } = consumer.diagnosis;
   const parts = [
     `Total wait for batches that were not ready: ${duration(consumer.waiting)}`,
     `starved ${percent(consumer.starved_fraction)} of the time`,
@@ -21,7 +21,9 @@ function more(consumer) {
   if (consumer.reconnects !== null) parts.push(plural(consumer.reconnects, "reconnect"));
   if (consumer.hedges !== null) parts.push(plural(consumer.hedges, "hedge"));
   if (workers !== null) parts.push(`${plural(workers, "worker")} would keep up`);
-  return `${parts.join("; ")}. Loader ${consumer.loader.slice(0, 8)}.`;
+  const measured = evidence.map(({ name, value }) => `${name} ${value}`);
+  const rests = measured.length > 0 ? ` Evidence (${percent(confidence)} confidence): ${measured.join("; ")}.` : "";
+  return `${parts.join("; ")}. Loader ${consumer.loader.slice(0, 8)}.${rests}`;
 }
 
 class Diagnosis {

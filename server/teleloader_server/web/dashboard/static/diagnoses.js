@@ -1,16 +1,22 @@
 // Names, colours and order of diagnoses.
 
 const BOUNDS = {
-  loader: { name: "loader-bound", tone: "bad", sign: "▲" },
-  network: { name: "network-bound", tone: "warn", sign: "◆" },
-  balanced: { name: "balanced", tone: "good", sign: "=" },
-  training: { name: "training-bound", tone: "good", sign: "●" },
-  unknown: { name: "no diagnosis yet", tone: "idle", sign: "…" },
+  workers: { name: "workers", tone: "bad", sign: "▲" },
+  io: { name: "io", tone: "bad", sign: "▲" },
+  machine: { name: "machine", tone: "bad", sign: "▲" },
+  memory: { name: "memory", tone: "bad", sign: "▲" },
+  prefetch: { name: "prefetch", tone: "bad", sign: "▲" },
+  server: { name: "server", tone: "bad", sign: "▲" },
+  network: { name: "network", tone: "warn", sign: "◆" },
+  client: { name: "client", tone: "warn", sign: "◆" },
+  training: { name: "training", tone: "good", sign: "●" },
+  unknown: { name: "unknown", tone: "idle", sign: "…" },
+  idle: { name: "idle", tone: "idle", sign: "…" },
   finished: { name: "finished", tone: "idle", sign: "✓" },
 };
 const ORDER = Object.keys(BOUNDS);
 
-const keyOf = ({ diagnosis, finished }) => (finished ? "finished" : diagnosis.bottleneck in BOUNDS ? diagnosis.bottleneck : "unknown");
+const keyOf = ({ diagnosis }) => (diagnosis.bottleneck in BOUNDS ? diagnosis.bottleneck : "unknown");
 
 export const boundOf = (consumer) => BOUNDS[keyOf(consumer)];
 
@@ -33,7 +39,7 @@ export function byNeed(one, other) {
   );
 }
 
-// "3 loader-bound, 1 balanced"
+// "3 workers, 1 training"
 export function summary(consumers) {
   const parts = ORDER.map((bottleneck) => [bottleneck, consumers.filter((one) => keyOf(one) === bottleneck).length]);
   return parts.filter(([, many]) => many > 0).map(([bottleneck, many]) => `${many} ${BOUNDS[bottleneck].name}`).join(", ");
