@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import shutil
 import socket
 import ssl
@@ -240,6 +241,7 @@ def test_the_secrets_stay_in_actors_environments_and_unnamed_files(fleet: Any) -
         assert announce.encode() not in content, log
     for other in psutil.process_iter(["cmdline"]):
         assert access.token not in " ".join(other.info["cmdline"] or ())
+    assert fleet.access().token.encode() not in pickle.dumps(fleet.dataset())
 
 
 def test_an_invalid_configuration_is_terminal(fleet: Any) -> None:

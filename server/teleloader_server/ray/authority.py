@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from datetime import UTC, datetime, timedelta
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -18,11 +18,20 @@ CLOCK_SKEW: Final = timedelta(days=1)
 """Maximum lag of the clocks of other machines."""
 
 
+class FleetSecret(Secret):
+    """Secret of a fleet, whose pickles contain the text: Ray sends the arguments and results of actors as pickles."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return FleetSecret, (str(self),)
+
+
 class Certificate(NamedTuple):
     """Certificate and private key in PEM format."""
 
     certificate: str
-    key: Secret
+    key: FleetSecret
 
 
 def create_authority() -> Certificate:
@@ -81,7 +90,7 @@ def _signed(
     key_pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return Certificate(certificate.public_bytes(serialization.Encoding.PEM).decode(), Secret(key_pem.decode()))
+    return Certificate(certificate.public_bytes(serialization.Encoding.PEM).decode(), FleetSecret(key_pem.decode()))
 
 
 def _subject(name: str) -> x509.Name:

@@ -15,7 +15,7 @@ from teleloader_server.auth.tokens import DEFAULT_SCOPES
 from teleloader_server.config import ConfigError
 from teleloader_server.fleet.announcer import TOKEN_VARIABLE
 from teleloader_server.permissions import ANNOUNCE
-from teleloader_server.ray.authority import Certificate, create_authority, issue
+from teleloader_server.ray.authority import Certificate, FleetSecret, create_authority, issue
 from teleloader_server.ray.process import SERVERS_FILE, ServerProcess
 from teleloader_shared.secret import Secret
 
@@ -30,8 +30,8 @@ _RESERVED: Final = re.compile(
 )
 
 
-def _token() -> Secret:
-    return Secret(f"tl_{secrets.token_urlsafe(32)}")
+def _token() -> FleetSecret:
+    return FleetSecret(f"tl_{secrets.token_urlsafe(32)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class FleetSettings:
     registry_port: int
     authority: Certificate = field(init=False, repr=False, default_factory=create_authority)
     """CA that signs the certificates of all servers."""
-    client_token: Secret = field(init=False, repr=False, default_factory=_token)
+    client_token: FleetSecret = field(init=False, repr=False, default_factory=_token)
     """Token with which clients authenticate."""
-    announce_token: Secret = field(init=False, repr=False, default_factory=_token)
+    announce_token: FleetSecret = field(init=False, repr=False, default_factory=_token)
     """Token with which servers authenticate to the registry."""
 
     def __post_init__(self) -> None:
