@@ -180,6 +180,17 @@ def nightly() -> Iterator[Step]:
         "fi\n" + pytest(".venv", "tests/deploy/test_slurm.py", 1),
         after=("environment",), environment={"TELELOADER_TEST_SLURM": "1"}, pytest=".venv/bin/python -m pytest",
     )  # fmt: skip
+    yield Step(
+        "prometheus",
+        "if ! command -v promtool && [ $(id -u) = 0 ]; then\n"
+        "    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "
+        "prometheus\n"
+        "fi\n"
+        + pytest(".venv",
+                 "tests/deploy/test_examples.py tests/deploy/test_kubernetes.py tests/end_to_end/test_stats.py "
+                 "-k 'prom or alerts or unknown_demand'", 1),
+        after=("environment",), pytest=".venv/bin/python -m pytest",
+    )  # fmt: skip
     yield previous_release()
     # without torchvision, whose wheels need torch with CUDA, and without fastai's tokenizer
     without = f'printf \'torchvision; python_version < "3"\\nspacy; python_version < "3"\\n\' > {OVERRIDES}\n'

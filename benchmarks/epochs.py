@@ -1,8 +1,11 @@
-"""Waits of a training loop at the start of each epoch: ``python -m benchmarks.epochs``.
+"""Waits of a training loop at the start of each epoch.
+
+    python -m benchmarks.epochs --plot docs/next_epoch.svg
 
 A worker takes 10 ms per batch, so two workers compute a batch every 5 ms. A step of the training loop takes 8 ms: the
 loop waits only for gaps in the loading. The contenders run in turn, several epochs each; the first epoch of a turn is
-not measured. The wait for the first batch includes ``iter()``. Each epoch is verified to have every sample once.
+not measured. The wait for the first batch includes ``iter()``. Each epoch is verified to have every sample once. The
+plot needs matplotlib: pip install --group bench.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -52,7 +56,12 @@ class Waits(NamedTuple):
     first: list[float]
     """Wait for the first batch of each epoch."""
     others: list[float]
-    """Waits for the other batches."""
+    """Waits for the other batches, epoch by epoch."""
+
+    def medians(self) -> list[float]:
+        """Return the median wait for each batch of an epoch."""
+        others = np.reshape(self.others, (-1, BATCHES - 1))
+        return [float(np.median(self.first)), *np.median(others, axis=0).tolist()]
 
 
 def epoch(loader: Any) -> list[float]:
@@ -114,14 +123,43 @@ def table(found: dict[str, Waits]) -> Table:
     return made
 
 
+def draw(path: Path, found: dict[str, Waits]) -> None:
+    """Write the plot: the tail of the waits for the first batch, and the median wait for each batch."""
+    import matplotlib as mpl
+
+    from benchmarks.fleet_plots import COLORS, STYLE, save  # selects the Agg backend
+
+    plt = mpl.pyplot
+    with mpl.rc_context(STYLE):
+        figure, (tail, order) = plt.subplots(1, 2, figsize=(9.5, 3.6))
+        for color, (name, waits) in zip(COLORS, found.items(), strict=True):
+            first = 1e3 * np.sort(waits.first)
+            tail.step(first, 1 - np.arange(len(first)) / len(first), where="post", color=color)
+            order.plot([1e3 * wait for wait in waits.medians()], ".-", color=color, label=name.replace(", ", ",\n"))
+        tail.set(xscale="log", ylim=(0, 1))
+        tail.set_title("First batch")
+        tail.set_xlabel("wait, ms")
+        tail.set_ylabel("fraction of the epochs that wait longer")
+        order.set(ylim=(0, None), xticks=range(0, BATCHES, 5))
+        order.set_title("Each batch")
+        order.set_xlabel("batch of the epoch")
+        order.set_ylabel("median wait, ms")
+        order.legend()
+        save(figure, path)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.epochs", description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.epochs", description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=10, help="turns of each contender (default: %(default)s)")
-    turns = parser.parse_args(arguments).turns
+    parser.add_argument("--plot", type=Path, help="path of the plot, an SVG file")
+    options = parser.parse_args(arguments)
     console = machine.announce(machine.describe())
     with running(HOSTED, NUM_WORKERS) as server:
-        console.print(table(measure(contenders(server.url), turns)))
+        found = measure(contenders(server.url), options.turns)
+    console.print(table(found))
+    if options.plot is not None:
+        draw(options.plot, found)
     return 0
 
 

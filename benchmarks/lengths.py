@@ -194,7 +194,8 @@ def draw(path: Path, lengths: Lengths) -> None:
             axis.set_xticks([place * (RANKS + 1) + RANKS / 2 - 0.5 for place in range(6)], range(6))
             axis.set_xlabel("step")
         panels[0].set_ylabel("thousand tokens per batch")
-        panels[1].legend()
+        panels[0].set_ylim(0, 1.25 * panels[0].get_ylim()[1])  # room for the legend
+        panels[0].legend(loc="upper left", ncols=2)
         save(figure, path)
 
 

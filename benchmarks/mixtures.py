@@ -1,9 +1,10 @@
-"""Mixtures: deviation of the counts from the weights, and cost of the order at a billion samples.
+"""Mixtures: deviation of the counts from the weights, and cost of the order, compared with other libraries.
 
     python -m benchmarks.mixtures --plot docs/mixtures.svg
 
-The reference is a random choice of the source of each sample, as in Hugging Face's ``interleave_datasets``. The plot
-needs matplotlib: pip install --group bench.
+The first figures and the plot compare a mixture with a random choice of the source of each sample. The table compares
+it with ``datasets``, Grain, WebDataset and MosaicML Streaming, if they are installed: pip install --group peers.
+mosaicml-streaming requires an environment of its own. The plot needs matplotlib: pip install --group bench.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import argparse
 import resource
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.peers.mixing import BATCH_SIZE, FIRST, MIXING_PEERS, NAMES, SEED, MixingPeer, state_bytes
 from teleloader_shared.orders.mixture import Interleaving
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
@@ -23,9 +27,14 @@ from teleloader_shared.weights import MixtureSpec
 
 SAMPLES: Final = 20_000
 STAGES: Final = ((0, (70, 25, 5)), (8_000, (40, 40, 20)), (14_000, (20, 30, 50)))
-NAMES: Final = ("web", "code", "books")
-SEED: Final = 7
 PERIODS: Final = {"weights with 1 digit": (7, 2, 1), "3 digits": (701, 203, 96), "6 digits": (700_001, 200_003, 99_996)}
+
+COMPARED: Final = ((0.7, 0.25, 0.05), (0.61, 0.27, 0.12))
+"""Weights with which the libraries are compared; the first ones also for the costs."""
+COMPARED_SAMPLES: Final = 1_000 * BATCH_SIZE
+"""Samples whose sources are counted."""
+EPOCH: Final = 10**7
+"""Samples in the epoch that is resumed."""
 
 
 def expected() -> Any:
@@ -58,6 +67,60 @@ def measure(whole: tuple[int, ...]) -> tuple[float, float]:
     for k in places:
         plan[k]
     return prepared, (time.perf_counter() - began) / len(places)
+
+
+def worst(samples: Any, weights: Sequence[float]) -> tuple[float, float]:
+    """Return the largest differences of the counts from the weights: after any sample, and in any window of a batch."""
+    sources = np.searchsorted(FIRST, samples, side="right")[:, None] == np.arange(1, 1 + len(FIRST))
+    excess = np.vstack([np.zeros(len(FIRST)), np.cumsum(sources - np.array(weights), axis=0)])
+    return float(np.abs(excess).max()), float(np.abs(excess[BATCH_SIZE:] - excess[:-BATCH_SIZE]).max())
+
+
+def first_batch(start: Callable[[], Iterator[Any]]) -> float:
+    """Return the CPU seconds to the first batch, with the construction of the mixture."""
+    began = time.process_time()
+    next(start())
+    return time.process_time() - began
+
+
+def row(kind: type[MixingPeer], folder: Path) -> str:
+    """Return the row of a library in the table."""
+    deviations: list[float] = []
+    rates = []
+    for weights in COMPARED:
+        batches = kind(weights, EPOCH, folder).start()
+        found = list(next(batches))
+        began = time.process_time()
+        while len(found) < COMPARED_SAMPLES:
+            found += next(batches)
+        rates.append((COMPARED_SAMPLES - BATCH_SIZE) / (time.process_time() - began))
+        deviations += worst(np.array(found), weights)
+    place = int(np.random.default_rng(SEED).integers(EPOCH // BATCH_SIZE))
+    peer = kind(COMPARED[0], EPOCH, folder)
+    state = peer.state(place)
+    figures = "".join(f"{each:>9.2f}" for each in deviations)
+    size = "none" if state is None else f"{state_bytes(state):,}"
+    start, resume = first_batch(peer.start), first_batch(lambda: peer.resume(state, place))
+    return f"{kind.name:<26}{figures}{max(rates):>13,.0f}{1e3 * start:>12,.1f}{size:>10}{1e3 * resume:>13,.1f}"
+
+
+def compare() -> None:
+    """Print the table of the libraries."""
+    print(
+        f"\ndeviation of {COMPARED_SAMPLES:,} samples with the weights {COMPARED[0]} and {COMPARED[1]}: after any "
+        f"sample, and in any {BATCH_SIZE} successive ones;\nsamples per CPU second; in an epoch of {EPOCH:,} samples: "
+        "CPU ms to the first batch, bytes of the state\nat a random place, CPU ms to the first batch after a resume"
+    )
+    headings = ("any", "window", "any", "window")
+    print(
+        f"{'':<26}{''.join(f'{each:>9}' for each in headings)}{'samples/s':>13}{'first':>12}{'state':>10}{'resume':>13}"
+    )
+    for kind in MIXING_PEERS:
+        if missing := kind.missing():
+            print(f"{kind.name:<26}skipped: {', '.join(missing)} is not installed")
+            continue
+        with TemporaryDirectory() as folder:
+            print(row(kind, Path(folder)), flush=True)
 
 
 def draw(path: Path) -> None:
@@ -104,6 +167,7 @@ def main() -> None:
             f"{name}: {1e3 * prepared:.1f} ms to the first batch of 10**9 samples, then {1e6 * batch:.0f} µs per batch "
             f"of 256 at random places; peak memory of the process {peak:.0f} MiB"
         )
+    compare()
     if path is not None:
         draw(path)
 

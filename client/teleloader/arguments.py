@@ -7,12 +7,20 @@ torch, so that values of a wrong type raise the same errors, too.
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+
+from teleloader_shared.messages import RUN_NAME, RUN_NAME_RULE
+
+MAX_SCRIPT_NAME: Final = 64
+"""Number of characters of a script's file name that are part of the name of the training run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +179,22 @@ def check_mesh(
             "mesh requires batches from a server, which one rank can broadcast: pass a RemoteDataset, or num_workers=1 "
             "or more"
         )
+
+
+def run_name(name: str | None) -> str | None:
+    """Return the name of the training run: the argument, or the file name of the script.
+
+    Raises:
+        ValueError: If the argument is not a valid name.
+    """
+    if name is not None:
+        if not isinstance(name, str) or RUN_NAME.fullmatch(name) is None:
+            raise ValueError(f"invalid name {name!r:.100}: expected {RUN_NAME_RULE}")
+        return name
+    script = Path(sys.argv[0] if sys.argv else "")
+    found = script.parent.name if script.stem == "__main__" else script.name  # python -m package
+    found = re.sub(r"[^A-Za-z0-9 ._:/@+-]", "_", found)[:MAX_SCRIPT_NAME]
+    return found if RUN_NAME.fullmatch(found) else None
 
 
 def check_errors(on_error: str, max_errors: float, *, iterable: bool) -> None:

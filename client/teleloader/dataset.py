@@ -46,6 +46,7 @@ from teleloader_shared.orders.plan import other_lengths
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.secret import Secret
 from teleloader_shared.spec import DEFAULT_COLLATE, LoaderSpec
+from teleloader_shared.text import did_you_mean
 
 DEFAULT_RECONNECT_TIMEOUT: Final = 60.0
 DEFAULT_STALL_TIMEOUT: Final = 10.0
@@ -540,7 +541,8 @@ def _select(server: Server, name: str | None, datasets: list[DatasetInfo]) -> Da
             server.dataset(name)  # raises Forbidden if the dataset is hosted, but not for this client
     known = ", ".join(map(repr, found)) or "no datasets"
     problem = "no dataset name was given" if name is None else f"unknown dataset {name!r}"
-    raise UnknownDataset(f"{problem}: {server.url} hosts {known}. Pass the name of a hosted dataset")
+    hint = did_you_mean(name or "", found) or "Pass the name of a hosted dataset"
+    raise UnknownDataset(f"{problem}: {server.url} hosts {known}. {hint}")
 
 
 def _concurrently(request: Callable[[Server], _Result], servers: Sequence[Server]) -> list[_Result]:

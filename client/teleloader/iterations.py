@@ -26,7 +26,7 @@ from teleloader.transport.interface import BatchServer
 from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import tracing
-from teleloader_shared.errors import ProtocolError
+from teleloader_shared.errors import InvalidSpec, ProtocolError
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
@@ -63,6 +63,8 @@ class Start:
     """Batches to copy to the device before the training loop requests them."""
     before: Measures
     """Measurements of the loader's previous iteration."""
+    run: str | None
+    """Name of the training run, for servers; None for no name."""
     channel: Channel | None
     """Broadcasts in the model-parallel group; None if this process fetches batches only for itself."""
 
@@ -96,8 +98,10 @@ class Start:
             dataset: Dataset to load from.
             iterator: Iterator that closes the receiver when it is deleted.
         """
-        progress, stop = self._progress(self.spec, dataset.info.length, keeps_dataset=self.keeps_workers)
-        key = self.spec.key
+        key, length = self.spec.key, dataset.info.length
+        compute = partial(self._progress, self.spec, length, keeps_dataset=self.keeps_workers)
+        is_prepared = self.spec.is_prepared
+        progress, stop = (Progress((self.position, None)), self.position.batch) if is_prepared else compute()
         scheduler = RangeScheduler(
             progress.batch,
             stop,
@@ -107,8 +111,12 @@ class Start:
             epoch=self.position.epoch,
             is_background=True,
         )
-        receiver = self._receiver(dataset, None, self.spec, key, scheduler, None)
-        iterator.begin(self._iteration(dataset, self.spec, progress, receiver, None, dataset.info.length))
+        compute_stop = None
+        if is_prepared:  # in the receiving thread, because this can take seconds
+            compute_stop = lambda: compute()[1]  # noqa: E731
+            scheduler.needed = stop + 1  # to compute the first batch, a server prepares the epoch, too
+        receiver = self._receiver(dataset, None, self.spec, key, scheduler, None, compute_stop=compute_stop)
+        iterator.begin(self._iteration(dataset, self.spec, progress, receiver, None, length))
         return receiver
 
     def _open_here(self, dataset: DirectDataset) -> Iteration:
@@ -117,7 +125,7 @@ class Start:
         progress, stop = self._progress(spec, length, keeps_dataset=True)
         progress.state = (dataset.at_beginning(progress.next), None)
         buffers = placement.buffers() if placement.pins and not placement.copies else None
-        measures = Measures(epoch, buffers)
+        measures = Measures(epoch, buffers, self.before)
         receiver = DirectReceiver(
             dataset,
             spec,
@@ -142,11 +150,11 @@ class Start:
             channel.submit(partial(channel.end, error, started=False))  # a lambda would refer to a deleted name
             raise
         announced = Announcement(
-            source.key, identity, self.position.epoch, progress.batch, progress.keeps_dataset,
-            progress.continues_dataset,
+            source.key, identity, self.position.epoch, progress.batch, source.requests.stop, progress.longest,
+            progress.keeps_dataset, progress.continues_dataset,
         )  # fmt: skip
         channel.submit(lambda: channel.start(announced))
-        scheduler = self._group_scheduler(progress.batch, source.reorder_buffer.scheduler.stop)
+        scheduler = self._group_scheduler(progress.batch, announced.stop)
         receiver = LeaderReceiver(channel, source, scheduler, self.max_batch_bytes)
         receiver.begin()
         return self._staged(dataset, spec, progress, receiver, length)
@@ -157,7 +165,8 @@ class Start:
         announced = channel.submit(channel.await_start).result()
         length = dataset.info.length
         try:
-            progress, stop = self._progress(self.spec, length, keeps_dataset=announced.keeps_dataset)
+            extent = (announced.stop, announced.longest)
+            progress, stop = self._progress(self.spec, length, keeps_dataset=announced.keeps_dataset, extent=extent)
             progress.continues_dataset = announced.continues_dataset
             announced.check(self._identity(dataset), self.position.epoch, progress.batch, channel.leader)
         except BaseException:
@@ -165,8 +174,9 @@ class Start:
             raise
         buffers = self.placement.buffers()
         receiver = MemberReceiver(
-            channel, announced, self._group_scheduler(progress.batch, stop), Measures(self.position.epoch, buffers),
-            buffers, self.max_batch_bytes, url=dataset.url if dataset.is_here else None,
+            channel, announced, self._group_scheduler(progress.batch, stop),
+            Measures(self.position.epoch, buffers, self.before), buffers, self.max_batch_bytes,
+            url=dataset.url if dataset.is_here else None,
         )  # fmt: skip
         receiver.begin()
         return self._staged(dataset, self.spec, progress, receiver, length)
@@ -243,6 +253,7 @@ class Start:
         scheduler: RangeScheduler,
         previous_states: tuple[str | None, ...] | None,
         groups: int = 1,
+        compute_stop: Callable[[], int] | None = None,
     ) -> Receiver:
         epoch, buffers = self.position.epoch, self.placement.buffers()
         options = FetchOptions(
@@ -259,8 +270,11 @@ class Start:
             environment=dataset.environment,
             trace=IterationTrace(key, epoch) if tracing.is_on() else None,
             keeps_bytes=self.channel is not None,
+            compute_stop=compute_stop,
         )
-        measures = Measures(epoch, buffers, self.before, is_background=scheduler.is_background)
+        measures = Measures(
+            epoch, buffers, self.before, is_background=scheduler.is_background, first=self.position.batch, run=self.run
+        )
         return Receiver(dataset, server, options, scheduler, measures, groups=groups, stays=self._stays)
 
     def _staged(
@@ -289,10 +303,24 @@ class Start:
     def _stays(self) -> bool:
         return self.keeps_workers and self.spec.session is not None
 
-    def _progress(self, spec: LoaderSpec, length: int | None, *, keeps_dataset: bool) -> tuple[Progress, int]:
-        """Return the initial progress, and the number of batches of the epoch as far as it is known."""
+    def _progress(
+        self,
+        spec: LoaderSpec,
+        length: int | None,
+        *,
+        keeps_dataset: bool,
+        extent: tuple[int | None, int | None] | None = None,
+    ) -> tuple[Progress, int]:
+        """Return the initial progress, and the number of batches of the epoch as far as it is known.
+
+        Args:
+            spec: Parameters of the loader.
+            length: Number of samples in the dataset; None if unknown.
+            keeps_dataset: See `Progress.keeps_dataset`.
+            extent: Result of `Order.extent`; None to compute it.
+        """
         position = self.position
-        stop, longest = self.order.extent(spec, position.epoch, length)
+        stop, longest = extent or self.order.extent(spec, position.epoch, length)
         if stop is None:
             stop = position.batch
         position = position._replace(batch=min(position.batch, stop))
@@ -379,7 +407,7 @@ class NextEpoch:
             self._iterator = LoaderIterator()
             try:
                 self._receiver = self._start.prefetch(self._dataset, self._iterator)
-            except RuntimeError:  # the process cannot start further threads
+            except (RuntimeError, InvalidSpec):  # the process cannot start further threads, or no epoch follows
                 self._start = None
         if self._receiver is not None:
             self._receiver.reorder_buffer.approach(preceding, nbytes)

@@ -27,6 +27,7 @@ from teleloader.arguments import (
     check_ranks,
     check_shuffle_buffer,
     check_token_batches,
+    run_name,
     warn_of_pinning,
     warn_of_too_many_workers,
 )
@@ -79,6 +80,8 @@ _FIXED: Final = (
 
 _numbers = itertools.count()
 """Sequence numbers of the loaders in this process, part of their consumer names."""
+_loaders: weakref.WeakValueDictionary[int, DataLoader[Any]] = weakref.WeakValueDictionary()
+"""Loaders of this process, by sequence number."""
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -197,6 +200,8 @@ class DataLoader(Generic[Batch]):
         error_retries: Number of retries before a sample is skipped or replaced; 2 by default.
         max_errors: Fraction of the samples of an epoch that may be skipped or replaced, at least one sample; 0.01 by
             default. If more fail, ``next()`` raises `TooManyErrors`.
+        name: Name of the training run in ``/stats``, on the dashboard and in logs of servers: 1 to 64 letters, digits,
+            spaces and ``._:/@+-``. None (the default) is the file name of the script.
         sharding: With ``output="jax"``, a jax.sharding.Sharding that distributes the arrays over devices; each process
             provides its part (``jax.make_array_from_process_local_data``). None (the default) is JAX's default device.
 
@@ -250,8 +255,10 @@ class DataLoader(Generic[Batch]):
         data_dims: Sequence[str] | None = None,
         balance: LengthBalance | None = None,
         packing: Packing | None = None,
+        name: str | None = None,
     ) -> None:
         self._construction = Construction(self, locals())
+        self._run_name = run_name(name)
         self._remote = remote = find_dataset(dataset, num_workers)
         check(
             Arguments(
@@ -335,6 +342,7 @@ class DataLoader(Generic[Batch]):
         """Initialize the state that iterations change; raise if the order requires a length that the dataset lacks."""
         self._pool = BufferPool()
         self._number = next(_numbers)
+        _loaders[self._number] = self
         self._measures = Measures()
         self._next = Position()
         """Position at which the next iterator starts."""
@@ -389,6 +397,11 @@ class DataLoader(Generic[Batch]):
             balance = self.balance.spec(self._remote.info, spec.batch_size or 1, spec.world_size)
             spec = replace(spec, balance=balance)
         return spec if self.packing is None else replace(spec, packing=self.packing.spec(self._remote.info))
+
+    @property
+    def _rank(self) -> int:
+        """Rank of this process, without a request to a server."""
+        return distributed_rank()[0] if self._distributed else self._spec.rank
 
     @property
     def _order(self) -> Order:
@@ -483,6 +496,7 @@ class DataLoader(Generic[Batch]):
     def _other_arguments(self) -> dict[str, Any]:
         """Current arguments, without those that determine the order."""
         arguments = self._construction.arguments(self)
+        arguments["name"] = self._run_name  # a subclass may have an attribute of this name
         return {name: value for name, value in arguments.items() if name not in _ORDERING}
 
     def __aiter__(self) -> AsyncIterator[Batch]:
@@ -582,6 +596,7 @@ class DataLoader(Generic[Batch]):
             device_ahead=self.device_ahead,
             max_errors=self.max_errors,
             before=self._measures,
+            run=self._run_name,
             channel=self._channel,
         )
 
@@ -676,11 +691,10 @@ class DataLoader(Generic[Batch]):
 
         In seeded order, the state is about 120 bytes of JSON and counts the samples of all ranks. It is therefore the
         same on all ranks, except for the failed samples (``on_error``) and batches of each rank, and can be loaded with
-        another number of ranks if ``batch_size * world_size`` divides the count. With a client-side sampler it also has
-        the random state from which the epoch's order was drawn (10 KB); with an iterable-style dataset, the position
-        and the state of each shard. With persistent workers, if the training loop ended the previous epoch early (with
-        ``break``), this method waits for the first batch of each shard. The frame of this batch contains the state of
-        the shard.
+        another number of ranks, see `load_state_dict`. With a client-side sampler it also has the random state from
+        which the epoch's order was drawn (10 KB); with an iterable-style dataset, the position and the state of each
+        shard. With persistent workers, if the training loop ended the previous epoch early (with ``break``), this
+        method waits for the first batch of each shard. The frame of this batch contains the state of the shard.
 
         Raises:
             StateMismatch: If the state of an iterable-style dataset cannot be saved; the message names the value.
@@ -708,6 +722,11 @@ class DataLoader(Generic[Batch]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position.
+
+        In seeded order, the state of a loader with another number of ranks can be loaded if ``batch_size * world_size``
+        divides its count: of samples, or of sequences with `packing`. With `balance`, this product and `window` must be
+        the same in both loaders; with `max_tokens`, `group` must be the same, and ``world_size`` must divide the count
+        of batches of all ranks.
 
         In seeded order, with `prefetch_next_epoch`, prefetching starts immediately, for the current rank. With `device`
         or `pin_memory`, this requires that the process already uses the accelerator.
@@ -769,6 +788,12 @@ class DataLoader(Generic[Batch]):
             f"DataLoader({self.dataset!r}, batch_size={self.batch_size}, shuffle={spec.shuffle}, "
             f"drop_last={spec.drop_last}, seed={self._seed}{ranks}{''.join(given)})"
         )
+
+
+def live_loaders() -> list[tuple[int, DataLoader[Any]]]:
+    """Return the loaders of this process that exist, with their sequence numbers; may be called in any thread."""
+    found = ((reference.key, reference()) for reference in _loaders.valuerefs())
+    return [(number, loader) for number, loader in found if loader is not None]
 
 
 def _unit(spec: LoaderSpec) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from teleloader.tensors.memory import HostBuffers
 from teleloader_shared.histogram import Histogram
@@ -56,6 +57,35 @@ class LoaderStats:
     errors: int
     """Samples of the epoch that were skipped or replaced (``on_error``), including those before a saved state."""
 
+    def postfix(self) -> dict[str, Any]:
+        """Return the figures for a progress bar: ``bar.set_postfix(loader.stats().postfix())`` with tqdm.
+
+        The keys are identifiers, so that they can also be the fields of a task of ``rich.progress``:
+        ``progress.update(task, advance=1, **loader.stats().postfix())``.
+
+        Returns:
+            ``wait_pct``, the data wait in percent of the time since ``iter()``; and ``mb_s``, the received megabytes
+            (10^6 bytes) per second.
+        """
+        rate = self.bytes_received / self.elapsed if self.elapsed > 0 else 0.0
+        return {"wait_pct": 100 * self.waited_share, "mb_s": rate / 1e6}
+
+
+class Totals(NamedTuple):
+    """Totals over all iterations of a loader; fields as in `LoaderStats`."""
+
+    elapsed: float = 0.0
+    waited: float = 0.0
+    steps: int = 0
+    batches: int = 0
+    bytes_received: int = 0
+    decode: float = 0.0
+    copy: float = 0.0
+    late_copies: int = 0
+    reconnects: int = 0
+    hedges: int = 0
+    errors: int = 0
+
 
 class Measures:
     """Collector of client-side measurements during one iteration.
@@ -67,6 +97,8 @@ class Measures:
         buffers: Allocator of the memory that responses are received into; None if there is no such memory.
         before: Measurements of the loader's previous iteration; `report` adds its totals to those of this one.
         is_background: Whether the training loop has not started the epoch.
+        first: Number of the first batch of the iteration.
+        run: Name of the training run, for servers; None for no name.
     """
 
     def __init__(
@@ -76,6 +108,8 @@ class Measures:
         before: Measures | None = None,
         *,
         is_background: bool = False,
+        first: int = 0,
+        run: str | None = None,
     ) -> None:
         self.steps = 0
         self.batches = 0
@@ -88,16 +122,24 @@ class Measures:
         self._buffers = buffers
         self._number: int | None = None
         """Number of the last batch that was counted as a step."""
+        self._first = first
+        self._run = run
+        self.finished = False
+        """True once the training loop has received the last batch of the epoch."""
+        self.reports = 0
+        """Number of calls of `report`."""
+        self.reported = (0, False)
+        """Values of `steps` and `finished` in the last report."""
         self.copy = 0.0
         self.late_copies = 0
         """`copy` and `late_copies` are written by the thread that copies batches to a device."""
-        self._before = ConsumerReport(0.0, 0.0, 0, 0, 0)
+        self._before = Totals()
         self._current = before
         """Measurements of the iteration that the training loop is in, to report until `begin` is called."""
         self._began = time.perf_counter()
-        self._ended = self._began if epoch is None else None
         if not is_background:
             self.begin()
+        self._ended = self._began if epoch is None else None
         self._waits = Histogram()
         self._waited: tuple[float, float | None] = (0.0, None)
         """Total seconds of completed waits, and start time of a current wait; one tuple, because other threads read it
@@ -109,7 +151,7 @@ class Measures:
         """Start the measurements, because the training loop starts the epoch."""
         self._began = time.perf_counter()
         if self._current is not None:
-            self._before = self._current.report()
+            self._before = self._current.totals()
             self._current = None
 
     @contextmanager
@@ -131,6 +173,16 @@ class Measures:
             self._number = number
             self.steps += 1
 
+    @property
+    def position(self) -> int:
+        """Number of the first batch that the training loop has not received."""
+        return self._first if self._number is None else self._number + 1
+
+    def finish(self) -> None:
+        """Record that the training loop has received the last batch of the epoch."""
+        self.finished = True
+        self.end()
+
     def end(self) -> None:
         """Record the end time of the iteration."""
         if self._ended is None:
@@ -142,15 +194,36 @@ class Measures:
         """Return the report that the client sends to servers with each batch request."""
         current = self._current
         if current is not None:  # the training loop waits for batches of that iteration, not for these
-            return current.report()
+            return replace(current.report(), position=self._first, finished=False)
         now, before = self._now, self._before
+        self.reports += 1
+        self.reported = self.steps, self.finished
         return ConsumerReport(
             elapsed=before.elapsed + now - self._began,
             waited=before.waited + self._waited_until(now),
-            taken=before.taken + self.steps,
+            taken=before.steps + self.steps,
             reconnects=before.reconnects + self.reconnects,
             hedges=before.hedges + self.hedges,
+            position=self.position,
+            finished=self.finished,
+            run=self._run,
         )
+
+    def totals(self) -> Totals:
+        """Return the totals over this iteration and all previous ones."""
+        if self._current is not None:
+            return self._current.totals()
+        now = self._now
+        this = Totals(
+            now - self._began, self._waited_until(now), self.steps, self.batches, self.nbytes, self.decode, self.copy,
+            self.late_copies, self.reconnects, self.hedges, self.errors,
+        )  # fmt: skip
+        return Totals._make(before + now for before, now in zip(self._before, this, strict=True))
+
+    @property
+    def epoch(self) -> int | None:
+        """Number of the epoch; None before the first one."""
+        return self._epoch
 
     def stats(self) -> LoaderStats:
         """Return the statistics of the iteration for `DataLoader.stats`."""

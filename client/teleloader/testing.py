@@ -177,6 +177,9 @@ class _InProcessServer(BatchServer):
     def end_session(self, key: str) -> None:
         self._running._forget(key)
 
+    def report_progress(self, key: str, epoch: int, consumer: str, report: ConsumerReport, timeout: float) -> None:
+        pass  # there are no statistics
+
     def batch(self, batch_id: BatchId, listed: bytes | None = None, *, consumer: str) -> Frame:
         try:
             frame = self._fake._frame(batch_id, listed)

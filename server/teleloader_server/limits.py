@@ -45,7 +45,8 @@ class Limits:
     max_batches_per_worker: int = 0
     """Number of batches after which a worker process is replaced, for datasets that leak memory; 0 disables this."""
     max_worker_memory: int = 0
-    """Resident memory in bytes above which a worker process is replaced; 0 disables this."""
+    """Resident memory in bytes above which a worker process is replaced, or a shard with a shuffle buffer fails; 0
+    disables this."""
     max_replay: int = 0
     """Maximum number of batches that a worker iterates again to restore its shard of an iterable-style dataset without
     a state; beyond it, the shard fails. 0 for no limit."""

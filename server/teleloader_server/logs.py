@@ -12,7 +12,7 @@ from teleloader_server import request_ids
 
 Format = Literal["text", "json"]
 
-FIELDS: Final = ("loader", "epoch", "batch", "dataset", "worker", "pid")
+FIELDS: Final = ("loader", "epoch", "batch", "dataset", "worker", "pid", "run")
 """Additional fields of a log line, passed as ``extra``."""
 _process: Final[dict[str, object]] = {}
 """Additional fields of all log lines of this process."""

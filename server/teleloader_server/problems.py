@@ -7,6 +7,8 @@ from typing import Final
 
 RETRY_AFTER: Final = "1"
 """Value of the Retry-After header, in seconds."""
+PROBLEM_CODE: Final = "teleloader.problem"
+"""Key under which the ASGI message ``http.response.start`` of an error response contains its code."""
 RETRIED: Final = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
 
 

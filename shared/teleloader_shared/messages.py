@@ -45,9 +45,21 @@ def batches_path(key: str, epoch: int) -> str:
     return f"{loader_path(key)}/epochs/{epoch}/batches"
 
 
+def progress_path(key: str, epoch: int) -> str:
+    """Return the URL path of the progress of an epoch's consumers."""
+    return f"{loader_path(key)}/epochs/{epoch}/progress"
+
+
 def loader_path(key: str) -> str:
     """Return the URL path of a loader: ``GET`` renews the loader's session, ``DELETE`` ends the session."""
     return f"{LOADERS_PATH}/{key}"
+
+
+RUN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._:/@+-]{0,63}", re.ASCII)
+"""Pattern of valid run names."""
+RUN_NAME_RULE: Final = (
+    "1 to 64 letters, digits, spaces, '.', '_', ':', '/', '@', '+' and '-', starting with a letter, a digit or '_'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +76,21 @@ class ConsumerReport:
     """Connections that were reopened after they broke or a server closed them."""
     hedges: int
     """Batches that were also requested from a second server because the first one was slow."""
+    position: int | None = None
+    """Number of the first batch of the epoch that the training loop has not consumed; None if unknown."""
+    finished: bool = False
+    """True if the training loop has consumed the last batch of the epoch."""
+    run: str | None = None
+    """Name of the training run, see `RUN_NAME`; None if it has none."""
 
     def to_header(self) -> str:
         """Format the report as the value of `REPORT_HEADER`."""
+        position = "" if self.position is None else f",position={self.position}"
+        finished = ",finished=1" if self.finished else ""
+        run = "" if self.run is None else f",run={self.run}"
         return (
             f"elapsed={self.elapsed:.3f},waited={self.waited:.3f},taken={self.taken},"
-            f"reconnects={self.reconnects},hedges={self.hedges}"
+            f"reconnects={self.reconnects},hedges={self.hedges}{position}{finished}{run}"
         )
 
     @classmethod
@@ -80,12 +101,16 @@ class ConsumerReport:
             return None
         elapsed, waited = float(match[1]), float(match[2])
         # each is rounded on its own, so waited may exceed elapsed by a rounding error
-        return cls(elapsed, min(elapsed, waited), int(match[3]), int(match[4]), int(match[5]))
+        return cls(
+            elapsed, min(elapsed, waited), int(match[3]), int(match[4]), int(match[5]),
+            None if match[6] is None else int(match[6]), match[7] is not None, match[8],
+        )  # fmt: skip
 
 
-MAX_REPORT: Final = 200
+MAX_REPORT: Final = 300
 _REPORT: Final = re.compile(
-    r"elapsed=(\d{1,9}\.\d{1,6}),waited=(\d{1,9}\.\d{1,6}),taken=(\d{1,18}),reconnects=(\d{1,9}),hedges=(\d{1,9})(?:,|$)",
+    r"elapsed=(\d{1,9}\.\d{1,6}),waited=(\d{1,9}\.\d{1,6}),taken=(\d{1,18}),reconnects=(\d{1,9}),hedges=(\d{1,9})"
+    rf"(?:,position=(\d{{1,18}})(?=,|$))?(?:,finished=(1)(?=,|$))?(?:,run=({RUN_NAME.pattern})(?=,|$))?(?:,|$)",
     re.ASCII,
 )
 

@@ -100,7 +100,7 @@ class ServerStats:
     worker_restarts: int
     """Workers that died and were replaced."""
     batches_per_second: float
-    """Recent rate of sent batches."""
+    """Recent rate of batches that this server sent."""
     bytes_per_second: float
     """Recent rate of sent bytes."""
     draining: bool
@@ -250,15 +250,22 @@ class ConsumerStats:
     world_size: int
     epoch: int
     position: int
-    """Number of the first batch that was not yet sent to the consumer."""
+    """Number of the first batch of the epoch that the training loop has not consumed.
+
+    If the client does not report it, number of the first batch that this server has not sent.
+    """
     batches: int | None
     """Batches in the epoch; None if the number is unknown before the epoch ends."""
     batches_sent: int
+    """Batches that this server sent. Prefetched batches that the training loop has not consumed are included."""
     bytes_sent: int
     batches_per_second: float
-    """Recent rate of sent batches."""
+    """Recent rate of batches that the training loop consumed, from all servers.
+
+    If the client does not report them, recent rate of batches that this server sent.
+    """
     bytes_per_second: float
-    """Recent rate of sent bytes."""
+    """Recent rate of bytes that this server sent."""
     waiting: float
     """Total time in which a request was pending and its batch not ready."""
     starved_fraction: float
@@ -278,10 +285,14 @@ class ConsumerStats:
     Counted over all epochs of the loader; None if the client does not report it.
     """
     idle: float
-    """Time since the latest request."""
+    """Time since the latest request or report of progress."""
     diagnosis: Diagnosis
     batches_lent: int | None = None
     """Part of `batches_sent` that the consumer received in shared memory."""
+    run: str | None = None
+    """Name of the training run (``DataLoader(name=)``, by default the script's file name); None if unknown."""
+    finished: bool | None = None
+    """True if the training loop has consumed the whole epoch; None if the client does not report its position."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""Sanitization of received text for terminals and logs: replaces control characters and, for logs, line breaks."""
+"""Text of messages: sanitized received text, short representations of values, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, Final
 
 MAX_SHOWN: Final = 4096
@@ -26,6 +28,12 @@ def sentence(text: str) -> str:
 def excerpt(body: bytes | bytearray) -> str:
     """Return the beginning of a received HTTP body as one line of sanitized text."""
     return sentence(body[:_MAX_EXCERPT].decode(errors="replace"))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that suggests the known names most similar to a misspelled one; "" if none is similar."""
+    similar = get_close_matches(name[:_MAX_EXCERPT], known)
+    return f"Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
 
 
 class _Short(reprlib.Repr):

@@ -29,6 +29,7 @@ from teleloader_server.web.direct_routes import DirectRoute
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared import codec
 from teleloader_shared.codec import BatchId
+from teleloader_shared.messages import CONSUMER_HEADER, REPORT_HEADER
 from teleloader_shared.spec import LoaderSpec
 from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end.test_access import TokenTable
@@ -267,6 +268,7 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("GET", "/v1/loaders/{key}/epochs/{epoch}/batches/{k}"): (DirectRoute, "read"),
     ("GET", "/v1/loaders/{key}/epochs/{epoch}/batches"): (DirectRoute, "read"),
     ("POST", "/v1/loaders/{key}/epochs/{epoch}/batches"): (DirectRoute, "read"),
+    ("PUT", "/v1/loaders/{key}/epochs/{epoch}/progress"): (GuardedRoute, "read"),
     ("WEBSOCKET", "/v1/loaders/{key}/stream"): (APIWebSocketRoute, "read"),
     ("GET", "/v1/servers"): (GuardedRoute, "read"),
     ("POST", "/v1/servers"): (GuardedRoute, "announce"),
@@ -387,6 +389,8 @@ def status_of(url: str, token: str | None, method: str, path: str, key: str) -> 
     filled = path.format(name="many", key=key, epoch=0, k=0, instance="i")
     filled += "?ranges=0:1" if path.endswith("batches") else ""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    if path.endswith("progress"):
+        headers |= {CONSUMER_HEADER: "attacker", REPORT_HEADER: ""}
     if method == "WEBSOCKET":
         return websocket_status(url, key, headers)
     body = json.dumps({"dataset": "many"}) if path == "/v1/loaders" else codec.to_bytes(BatchId(key, 0, 0), [1])

@@ -126,13 +126,26 @@ def test_one_server_is_what_it_says(stats: Stats) -> None:
 
 
 def test_a_consumer_has_the_diagnosis_of_the_server_that_sends_the_most() -> None:
-    """Its rates are added, and its fractions are weighted by batches."""
-    little = dataclasses.replace(CONSUMER, batches_per_second=10.0, starved_fraction=0.2, diagnosis=BALANCED)
-    most = dataclasses.replace(CONSUMER, batches_per_second=30.0, starved_fraction=0.6)
+    """Its rates are added, and its fractions are weighted by bytes."""
+    little = dataclasses.replace(
+        CONSUMER, batches_per_second=10.0, bytes_per_second=1e6, starved_fraction=0.2, diagnosis=BALANCED
+    )
+    most = dataclasses.replace(CONSUMER, batches_per_second=30.0, bytes_per_second=3e6, starved_fraction=0.6)
     (found,) = merged([dataclasses.replace(made_up(), consumers=[one]) for one in (little, most)]).consumers
     assert found.diagnosis == CONSUMER.diagnosis
     assert found.batches_per_second == 40.0
     assert found.starved_fraction == pytest.approx(0.5)
+
+
+def test_consumed_batches_are_those_of_all_servers() -> None:
+    """A client reports what its training loop consumed to each server: reported rates are not added."""
+    known = dataclasses.replace(CONSUMER, position=5, batches_per_second=10.0, finished=False, run="train.py")
+    later = dataclasses.replace(known, position=9, batches_per_second=12.0)
+    (found,) = merged([dataclasses.replace(made_up(), consumers=[one]) for one in (known, later)]).consumers
+    assert (found.position, found.batches_per_second, found.finished, found.run) == (9, 12.0, False, "train.py")
+    ended = dataclasses.replace(later, position=400, finished=True, idle=0.0, diagnosis=BALANCED)
+    (found,) = merged([dataclasses.replace(made_up(), consumers=[one]) for one in (known, ended)]).consumers
+    assert (found.position, found.finished, found.diagnosis) == (400, True, BALANCED)
 
 
 def test_omitted_consumers_are_counted() -> None:

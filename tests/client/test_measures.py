@@ -36,6 +36,19 @@ def test_a_pass_is_measured(url: str) -> None:
     assert found.waited_share == pytest.approx(found.waited / found.elapsed)
 
 
+def test_the_figures_for_progress_bars_are_numbers_with_short_names(url: str) -> None:
+    """The keys are identifiers, for keyword arguments, and both values follow from the statistics."""
+    loader = DataLoader(RemoteDataset(url), 4, seed=0)
+    assert loader.stats().postfix() == {"wait_pct": 0.0, "mb_s": 0.0}
+    list(loader)
+    found = loader.stats()
+    assert found.postfix() == {
+        "wait_pct": pytest.approx(100 * found.waited / found.elapsed),
+        "mb_s": pytest.approx(found.bytes_received / found.elapsed / 1e6),
+    }
+    assert all(name.isidentifier() and len(name) <= 8 for name in found.postfix())
+
+
 def test_each_pass_is_measured_for_itself(url: str) -> None:
     """Each iteration has its own figures, from 0; those of a finished iteration are final."""
     loader = DataLoader(RemoteDataset(url), 4, seed=0)

@@ -2,8 +2,8 @@
 
 - A block that begins with a comment with a file name (``# my_package/data.py``) is written to that file.
 - TOML is read by the server's own reader: as tokens if it contains a ``sha256``, otherwise as a configuration.
-- Shell commands run in the page's folder. A server runs until the page ends; ``--watch`` is ended by SIGINT. Commands
-  that install or build are not run, but the extras and targets that they name must exist.
+- Shell commands run in the page's folder. A server runs until the page ends; SIGINT ends ``--watch`` and ``top``.
+  Commands that install or build are not run, but the extras and targets that they name must exist.
 - ``export NAME=value`` applies to the machine that trains: to all subsequent commands except servers.
 - ``tl_...`` represents the token that was printed last.
 - A ``text`` block is the output of the last command, except for numbers; ``...`` represents other varying parts.
@@ -158,7 +158,7 @@ class Page:
             return None
         if words[0] == "teleloader-server" and not {"check", "ray", "token", "--help", "--version"} & set(words):
             return self._serve(words[1:])
-        return self._run(command, is_endless="--watch" in words)
+        return self._run(command, is_endless="--watch" in words or words[:2] == ["teleloader", "top"])
 
     def _serve(self, arguments: list[str]) -> str | None:
         server = ServerProcess(*arguments, folder=self._folder, environment=self._environment)

@@ -614,6 +614,13 @@ def _(server: ServerProcess) -> str:
     return raised_by(lambda: list(loader))
 
 
+@meets("Shuffle buffer too large")
+def _(start_server: StartServer) -> str:
+    server = start_server(f"{DATA}stream", "--max-worker-memory", "1MiB")
+    options: dict[str, Any] = {"shuffle_buffer_size": 10_000, "seed": 7, "output": "numpy"}
+    return raised_by(lambda: list(DataLoader(RemoteDataset(server.url, "stream"), 8, num_workers=1, **options)))
+
+
 @meets("Batch whose workers die")
 def _(server: ServerProcess) -> str:
     return epoch_of(server, "deadly")
@@ -724,7 +731,7 @@ def _() -> str:
 
 @meets("Ranks of a device mesh at different positions")
 def _() -> str:
-    announced = Announcement("key", "arguments", 2, 40, keeps_dataset=False, continues_dataset=False)
+    announced = Announcement("key", "arguments", 2, 40, 80, 80, keeps_dataset=False, continues_dataset=False)
     return raised_by(lambda: announced.check("arguments", 0, 0, leader=0))
 
 

@@ -26,9 +26,9 @@ def test_the_advice_that_is_explained_is_given(quoted: str) -> None:
     assert any(same_but(f"...{quoted}...", advice) for advice in given), given
 
 
-def test_the_alerts_are_about_metrics_that_exist(start_server: StartServer) -> None:
-    """Alerts use names of metrics as a server exposes them."""
-    watched = set(re.findall(r"teleloader_\w+(?=[{\[ ])", PAGE))
+def test_the_page_is_about_metrics_that_exist(start_server: StartServer) -> None:
+    """The page uses names of metrics as a server exposes them."""
+    watched = set(re.findall(r"`(teleloader_\w+)`", PAGE))
     server = start_server("--demo", "--num-workers", "1")
     exposed = set(re.findall(r"^\w+", httpx.get(f"{server.url}/metrics").text, re.MULTILINE))
     assert watched

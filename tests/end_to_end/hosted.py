@@ -210,6 +210,12 @@ class Stream:
         return iter(range(self._length)[info.id :: info.num_workers] if info else range(self._length))
 
 
+def wide_stream() -> Iterator[Any]:
+    """Iterable-style: 600 samples of 1 MiB."""
+    for number in range(600):
+        yield np.full(2**20, number % 251, np.uint8)
+
+
 class Colleagues:
     """Map-style: every sample is the number of workers that its worker knows."""
 

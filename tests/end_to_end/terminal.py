@@ -23,7 +23,7 @@ from tests.launcher import can_launch, launch
 TOOLS = "from teleloader.cli import main; main()"
 SERVER = "from teleloader_server.cli import main; main()"
 
-_ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|.)")
+ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|.)")
 
 
 class Done(NamedTuple):
@@ -53,7 +53,7 @@ def piped(program: str, *arguments: str, **environment: str) -> Done:
 class Terminal:
     """Command that runs in a terminal."""
 
-    def __init__(self, columns: int, rows: int, program: str, *arguments: str) -> None:
+    def __init__(self, columns: int, rows: int, program: str, *arguments: str, **variables: str) -> None:
         self.master, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
@@ -65,6 +65,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color"}
         for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
             environment.pop(name, None)
+        environment.update(variables)
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, *arguments], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
             start_new_session=True, preexec_fn=take_terminal, env=environment,
@@ -79,7 +80,7 @@ class Terminal:
     @property
     def text(self) -> str:
         """Output without escape sequences."""
-        return _ESCAPE.sub("", self.raw).replace("\r", "")
+        return ESCAPE.sub("", self.raw).replace("\r", "")
 
     def await_text(self, pattern: str) -> re.Match[str]:
         """Wait until the output contains a text."""
@@ -89,9 +90,13 @@ class Terminal:
         assert found, f"{pattern!r} was not written:\n{self.text}"
         return found
 
+    def press(self, keys: str) -> None:
+        """Send the characters of keys."""
+        os.write(self.master, keys.encode())
+
     def press_ctrl_c(self) -> None:
         """Send Ctrl-C, for which the terminal sends SIGINT to all of its foreground processes."""
-        os.write(self.master, b"\x03")
+        self.press("\x03")
 
     def wait(self) -> int:
         """Wait until the command ends; return its exit code."""
@@ -122,9 +127,9 @@ class Terminal:
 
 
 @contextmanager
-def terminal(program: str, *arguments: str, columns: int = 120, rows: int = 45) -> Iterator[Terminal]:
-    """Run a command in a terminal."""
-    running = Terminal(columns, rows, program, *arguments)
+def terminal(program: str, *arguments: str, columns: int = 120, rows: int = 45, **variables: str) -> Iterator[Terminal]:
+    """Run a command in a terminal, with additional environment variables."""
+    running = Terminal(columns, rows, program, *arguments, **variables)
     try:
         yield running
     finally:

@@ -393,7 +393,7 @@ def test_the_tools_take_a_token_file(server: ServerProcess, tables: TokenTable, 
     ]
     for arguments in commands:
         refused = piped(TOOLS, *arguments)
-        assert (refused.code, "Set TELELOADER_TOKEN" in refused.err) == (2, True), refused
+        assert (refused.code, "Set TELELOADER_TOKEN" in refused.err) == (1, True), refused
         done = piped(TOOLS, *arguments, "--token-file", str(file))
         assert done.code == 0, done
         assert tables.secrets["all"] not in done.out + done.err
@@ -471,3 +471,11 @@ def test_no_command_line_shows_a_token() -> None:
         options = piped(command[0], *command[1:], "--help").out.split()
         assert "--token-file" in options
         assert "--token" not in options
+
+
+def test_the_expiry_of_tokens_is_a_metric(server: ServerProcess, tables: TokenTable) -> None:
+    """Tokens that expire are listed by name, also those that have expired; the others are omitted."""
+    with asker(server.url, tables.secrets["figures"]) as client:
+        text = client.get("/metrics").raise_for_status().text
+    found = re.findall(r'^teleloader_token_expiry_timestamp_seconds\{token="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    assert [(name, float(at)) for name, at in found] == [("old", 1577836800.0)]

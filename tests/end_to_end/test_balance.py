@@ -410,7 +410,19 @@ def output_of(program: str, *arguments: str) -> str:
 def test_the_audit_counts_balanced_batches(options: list[str]) -> None:
     """``teleloader audit`` downloads the lengths, and each sample is visited exactly once by two ranks."""
     with hosted() as text:
-        command = ["audit", text.url, "--seed", "7", "--shuffle", "--world-size", "2", "--tail", "uneven", "--json"]
+        command = [
+            "audit",
+            text.url,
+            "--seed",
+            "7",
+            "--shuffle",
+            "--world-size",
+            "2",
+            "--tail",
+            "uneven",
+            "--output",
+            "json",
+        ]
         report = json.loads(output_of(TOOLS, *command, *options))
         assert report["exact"] is True
         assert report["visits"] == LENGTH
@@ -419,7 +431,7 @@ def test_the_audit_counts_balanced_batches(options: list[str]) -> None:
 def test_the_benchmark_reports_the_padding() -> None:
     """Balanced batches have less padding than random ones."""
     with hosted() as text:
-        command = ["bench", text.url, "--seconds", "0.2", "--shuffle", "--batch-size", "8", "--json"]
+        command = ["bench", text.url, "--seconds", "0.2", "--shuffle", "--batch-size", "8", "--output", "json"]
         found = [
             json.loads(output_of(TOOLS, *command, *options))["padding_fraction"]
             for options in ([], ["--window", "96"], ["--max-tokens", "400"])
@@ -433,7 +445,9 @@ def test_check_compares_the_padding_of_both_orders(tmp_path: Path) -> None:
         '[datasets.text]\nfactory = "tests.end_to_end.test_balance:Texts"\n'
         'collate = "tests.end_to_end.test_balance:padded"\n'
     )
-    (report,) = json.loads(output_of(SERVER, "check", "--config", str(tmp_path / "server.toml"), "--json"))["datasets"]
+    (report,) = json.loads(output_of(SERVER, "check", "--config", str(tmp_path / "server.toml"), "--output", "json"))[
+        "datasets"
+    ]
     assert report["balanced_padding"] < 0.5 * report["padding"]
 
 
@@ -441,7 +455,7 @@ def test_peek_shows_a_balanced_batch() -> None:
     """``teleloader peek`` loads the batch that a loader with the same arguments gets."""
     with hosted() as text:
         loader = DataLoader(text, seed=7, shuffle=True, balance=LengthBalance(max_tokens=256))
-        command = ["peek", text.url, "text", "3", "--seed", "7", "--shuffle", "--max-tokens", "256", "--json"]
+        command = ["peek", text.url, "text", "3", "--seed", "7", "--shuffle", "--max-tokens", "256", "--output", "json"]
         (part,) = json.loads(output_of(TOOLS, *command))["parts"]
         indices = loader.plan(0)[3]
         assert part["shape"] == [len(indices), LENGTHS[indices].max()]

@@ -21,7 +21,7 @@ def check(*arguments: str) -> Done:
 
 def found(*arguments: str) -> tuple[int, dict[str, Any]]:
     """Return exit code and report of one dataset."""
-    done = check("--json", *arguments)
+    done = check("--output", "json", *arguments)
     assert done.out.count("\n") == 1
     (dataset,) = json.loads(done.out)["datasets"]
     return done.code, dataset
@@ -203,14 +203,14 @@ def test_an_iterable_dataset_that_divides_itself() -> None:
 
 def test_each_dataset_is_checked_whatever_the_others_do() -> None:
     """All datasets are checked; the exit code is that of the worst one."""
-    done = check("--json", CHECKED + "crashes", CHECKED + "dicts", "--batches", "1")
+    done = check("--output", "json", CHECKED + "crashes", CHECKED + "dicts", "--batches", "1")
     assert done.code == 1
     assert [bool(dataset["problems"]) for dataset in json.loads(done.out)["datasets"]] == [True, False]
 
 
 def test_output_of_datasets_does_not_disturb_the_report() -> None:
     """Output of datasets goes to stderr."""
-    done = check("--json", CHECKED + "talkative", "--batches", "1")
+    done = check("--output", "json", CHECKED + "talkative", "--batches", "1")
     assert "{building}" in done.err
     assert "sample 7" in done.err
     assert json.loads(done.out)["datasets"][0]["problems"] == []

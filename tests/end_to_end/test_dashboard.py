@@ -15,7 +15,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
-from teleloader_shared.stats import ErrorCount, Stats
+from teleloader_shared.stats import Diagnosis, ErrorCount, Stats
 from tests.conftest import StartServer, eventually
 from tests.end_to_end import hosted
 from tests.end_to_end.browser import CONTRAST, Visit, a_browser
@@ -149,7 +149,7 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     assert cells(page, "fetch") == ["25 ms", "80 ms", "120 ms", "400 ms"]
     assert cells(page, "encode") == ["400 µs", "900 µs", "1 ms", "2 ms"]
     until(page.locator("#dataset-list"), "map-style, 50,000 samples. 4,000 samples/s.")
-    until(page.locator("#dataset-list"), "4,000 batches computed, 4,100 sent, 3 failed, 1 restarted, 128,000 samples")
+    until(page.locator("#dataset-list"), "4,000 batches computed, 4,100 sent, 3 failed, 1 restarted, 0 started early")
     assert page.locator("figcaption output").all_inner_texts() == ["125", "64.5"]
 
 
@@ -226,6 +226,21 @@ def test_many_servers_with_hostile_urls_fit_on_a_phone(server: MadeUpServer, ope
     assert box is not None
     assert box["height"] < 300
     assert page.evaluate(CONTRAST) == []
+
+
+def test_runs_have_names_and_finished_consumers_are_last(server: MadeUpServer, open_page: Open) -> None:
+    """Names of runs are text, whatever they contain; the progress of a finished consumer is complete."""
+    ended = Diagnosis("unknown", None, "Epoch 2 is finished.")
+    first = dataclasses.replace(CONSUMER, consumer="one", run="<b>a.py", finished=True, position=400, diagnosis=ended)
+    second = dataclasses.replace(CONSUMER, consumer="other", run="b.py", finished=False, diagnosis=BALANCED)
+    server.stats = dataclasses.replace(server.stats, consumers=[first, second], consumers_total=2)
+    page = open_page(server.url)
+    until(page.locator("#sentence"), f"= Balanced b.py, other of train: {BALANCED.advice}")
+    names = page.locator("#consumers").get_by_role("rowheader").all_inner_texts()
+    assert names == ["b.py other", "<b>a.py one"]
+    assert "✓ finished Epoch 2 is finished." in " ".join(cells(page, "<b>a.py one")[-1].split())
+    assert "400 / 400" in " ".join(cells(page, "<b>a.py one"))
+    until(page.locator("#counts"), "2 consumers: 1 balanced, 1 finished.")
 
 
 def test_the_worst_diagnosis_is_the_first_sentence(server: MadeUpServer, open_page: Open) -> None:
@@ -459,7 +474,7 @@ def test_the_numbers_of_a_real_server_are_those_of_its_stats(servers: ExitStack,
     def shown() -> bool:
         stats = httpx.get(f"{url}/stats").json()
         consumer, dataset = stats["consumers"][0], stats["datasets"][0]
-        found = cells(page, consumer["consumer"])
+        found = cells(page, f"{consumer['run']} {consumer['consumer']}")
         totals = page.locator("#dataset-list").inner_text()
         made = [cells(page, f"{worker['worker']} process {worker['pid']}")[3] for worker in stats["workers"]]
         return (

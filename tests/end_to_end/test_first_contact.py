@@ -232,9 +232,11 @@ def test_the_port_of_something_that_speaks_no_http() -> None:
 def test_a_name_that_is_not_hosted(start_server: StartServer) -> None:
     """The error has the hosted names, and where to specify one."""
     server = start_server("--demo", "--num-workers", "1")
-    hosted = f"{server.url} hosts 'digits-train', 'digits-test'. Pass the name of a hosted dataset"
-    assert refusal(UnknownDataset, server.url, "train") == f"unknown dataset 'train': {hosted}"
-    assert refusal(UnknownDataset, server.url) == f"no dataset name was given: {hosted}"
+    hosted, hint = f"{server.url} hosts 'digits-train', 'digits-test'.", "Pass the name of a hosted dataset"
+    assert refusal(UnknownDataset, server.url, "mnist") == f"unknown dataset 'mnist': {hosted} {hint}"
+    assert refusal(UnknownDataset, server.url) == f"no dataset name was given: {hosted} {hint}"
+    misspelled = refusal(UnknownDataset, server.url, "digit-train")
+    assert misspelled == f"unknown dataset 'digit-train': {hosted} Did you mean 'digits-train' or 'digits-test'?"
 
 
 def test_a_token_that_is_missing(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,12 @@ import httpx
 import numpy as np
 import pytest
 
-from teleloader import DataLoader, RemoteDataset
+from teleloader import DataLoader, LengthBalance, RemoteDataset
 from teleloader.fetch.receiver import MEMORY_LIMIT_FACTOR
+from teleloader.orders import PlanOrder
 from teleloader_server import serve
 from teleloader_shared.messages import BACKGROUND_PRIORITY, CONSUMER_HEADER, PRIORITY_HEADER, batches_path
+from teleloader_shared.spec import MAX_EPOCH
 from tests.conftest import eventually
 
 SIZE = 4
@@ -232,6 +234,95 @@ def test_a_state_is_independent_of_prefetching(url: str) -> None:
             assert received(resumed) == (
                 order[position : -(-position // BATCHES) * BATCHES] or order[position:][:BATCHES]
             )
+
+
+def test_no_epoch_follows_the_last_one(url: str) -> None:
+    """The last epoch number is iterated as any other one."""
+    loading = loader(url)
+    loading.set_epoch(MAX_EPOCH - 1)
+    assert received(loading) == expected(loading, MAX_EPOCH - 1)
+
+
+class Measured(Logged):
+    """Dataset with lengths, all of which are 1."""
+
+    sample_lengths = np.ones(SIZE * BATCHES, np.int64)
+
+
+class Preparations:
+    """Record of the epochs whose number of batches is computed; those after the first one wait for an event.
+
+    Args:
+        monkeypatch: Replaces the computation.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[int] = []
+        self.gate = threading.Event()
+        compute = PlanOrder.extent
+
+        def extent(order: PlanOrder, spec: Any, epoch: int, length: int | None) -> Any:
+            if epoch and not self.gate.is_set():
+                assert threading.current_thread() is not threading.main_thread(), "the training loop would wait"
+                self.begun.append(epoch)
+                assert self.gate.wait(60)
+            return compute(order, spec, epoch, length)
+
+        monkeypatch.setattr(PlanOrder, "extent", extent)
+
+
+@pytest.fixture
+def preparations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Preparations]:
+    """Return the record, and let all threads end after the test."""
+    record = Preparations(monkeypatch)
+    yield record
+    record.gate.set()
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Iterator[Any]:
+    """Yield a function that returns a loader of single tokens, whose prefetch window has one batch for each worker."""
+    with serve(Measured(tmp_path / "log"), num_workers=WORKERS) as url:
+        yield lambda: DataLoader(
+            RemoteDataset(url), shuffle=True, seed=7, output="numpy", num_workers=WORKERS, prefetch_factor=1,
+            prefetch_next_epoch=True, balance=LengthBalance(max_tokens=SIZE, window=SIZE),
+        )  # fmt: skip
+
+
+def test_the_training_loop_does_not_wait_for_a_preparation(measured: Any, preparations: Preparations) -> None:
+    """With `max_tokens`, another thread prepares the next epoch from the middle of the current one on."""
+    loading = measured()
+    batches = iter(loading)
+    for _ in range(BATCHES // 2 + 1):
+        next(batches)
+    eventually(lambda: preparations.begun == [1])
+    assert len(list(batches)) == BATCHES // 2 - 1
+    threading.Timer(0.1, preparations.gate.set).start()  # while iter() waits
+    assert received(loading) == expected(loading, 1)
+
+
+def test_a_preparation_that_is_not_needed_delays_no_epoch(measured: Any, preparations: Preparations) -> None:
+    """Neither another epoch nor the end of the loader waits for it."""
+    loading = measured()
+    assert len(list(loading)) == BATCHES
+    eventually(lambda: preparations.begun == [1])
+    loading.set_epoch(0)
+    assert received(loading) == expected(loading, 0)
+    del loading
+    preparations.gate.set()
+    eventually(lambda: not threads("teleloader-receiver"))
+
+
+def test_the_first_batch_of_a_prepared_epoch_is_computed_early(measured: Any, tmp_path: Path) -> None:
+    """The server prepares the epoch for it, from the middle of the current epoch on."""
+    dataset = Measured(tmp_path / "log")
+    loading = measured()
+    batches = iter(loading)
+    for _ in range(BATCHES // 2 + 1):
+        next(batches)
+    eventually(lambda: dataset.computed(1) == 1)
+    assert len(list(batches)) == BATCHES // 2 - 1
+    eventually(lambda: dataset.computed(1) == WORKERS)
 
 
 def test_abandoned_epochs_do_not_change_the_next_ones(url: str) -> None:

@@ -482,7 +482,7 @@ def test_the_audit_counts_tokens() -> None:
     with hosted() as text:
         command = ["audit", text.url, "--seed", "7", "--shuffle", "--world-size", "2", "--tail", "uneven"]
         command += ["--sequence-length", str(L), "--window", "60"]
-        report = json.loads(output_of(TOOLS, *command, "--json"))
+        report = json.loads(output_of(TOOLS, *command, "--output", "json"))
         assert report["exact"] is True
         assert report["tokens"] == report["visits"] == LENGTHS.sum()
         assert (report["missing_tokens"], report["repeated_tokens"]) == (0, 0)
@@ -493,7 +493,7 @@ def test_the_audit_counts_tokens() -> None:
 def test_the_benchmark_reports_the_padding() -> None:
     """``teleloader bench --sequence-length`` packs, and has the padding of the packed sequences."""
     with hosted() as text:
-        command = ["bench", text.url, "--seconds", "0.2", "--shuffle", "--batch-size", "3", "--json"]
+        command = ["bench", text.url, "--seconds", "0.2", "--shuffle", "--batch-size", "3", "--output", "json"]
         report = json.loads(output_of(TOOLS, *command, "--sequence-length", str(L), "--window", "60"))
         assert 0 <= report["padding_fraction"] < 0.1
         assert report["samples"] <= 3 * report["batches"]

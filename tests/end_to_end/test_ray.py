@@ -279,7 +279,7 @@ def test_commands(cluster: Cluster, fleet: Any, tmp_path: Path) -> None:
         return done.out
 
     def status() -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(run("status", "--json"))
+        found: dict[str, Any] = json.loads(run("status", "--output", "json"))
         return found
 
     before = status()["servers"]
@@ -292,7 +292,7 @@ def test_commands(cluster: Cluster, fleet: Any, tmp_path: Path) -> None:
     variables = run("credentials", str(folder))
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {"token": 0o600, "ca.pem": 0o600}
     tool = f'{sys.executable} -c "from teleloader.cli import main; main()"'
-    script = f'export TELELOADER_TOKEN=other\n{variables}\n{tool} stats "$FLEET" --json'
+    script = f"export TELELOADER_TOKEN=other\n{variables}\n{tool} stats --output json"
     shown = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=True)
     assert len(json.loads(shown.stdout)["servers"]) == 3
     assert run("credentials", str(folder)) == variables

@@ -10,7 +10,7 @@ import httpx
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
-from tests.conftest import StartServer
+from tests.conftest import StartServer, eventually
 from tests.end_to_end import hosted
 from tests.end_to_end.compare import assert_same
 
@@ -26,7 +26,12 @@ def test_two_consumers_share_the_work_and_a_late_one_gets_it_all() -> None:
         with ThreadPoolExecutor(2) as threads:
             first, second = threads.map(_epoch, [url, url])
         late = _epoch(url)
-        stats = httpx.get(f"{url}/stats").json()
+
+        def finished() -> Any:
+            found = httpx.get(f"{url}/stats").json()
+            return found if all(consumer["finished"] for consumer in found["consumers"]) else None
+
+        stats = eventually(finished)
     assert_same(first, second)
     assert_same(first, late)
     (dataset,) = stats["datasets"]

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -191,6 +192,48 @@ def test_a_server_that_restarts_changes_nothing(start_server: StartServer, free_
     server.kill()
     start()
     assert seen + [batch.tolist() for batch in batches] == expected
+
+
+class Unhurried(Generator):
+    """Dataset whose samples take time."""
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        for sample in super().__iter__():
+            time.sleep(0.03)
+            yield sample
+
+
+@pytest.mark.parametrize("done", [0, 5])
+def test_no_timeout_ends_the_filling_of_a_buffer(done: int) -> None:
+    """Each sample that is read counts as progress of the batch, at the start and after a resume."""
+    with serve(Unhurried(), num_workers=1, batch_timeout=0.7) as url:  # the buffer is filled in 1.5 s
+        arguments: dict[str, Any] = {"shuffle_buffer_size": LENGTH, "seed": 7, "output": "numpy"}
+        loader = DataLoader(RemoteDataset(url), 5, num_workers=1, **arguments)
+        expected = [numbers for numbers, _ in loader]
+        assert sorted(np.concatenate(expected).tolist()) == list(range(LENGTH))
+        loader.set_epoch(0)
+        batches = iter(loader)
+        for _ in range(done):
+            next(batches)
+        resumed = DataLoader(RemoteDataset(url), 5, num_workers=1, **arguments)
+        resumed.load_state_dict(loader.state_dict())
+        assert np.array_equal([numbers for numbers, _ in resumed], expected[done:])
+
+
+def test_a_buffer_stays_within_the_memory_limit_of_workers(start_server: StartServer) -> None:
+    """A shard with a larger buffer ends with an error; the limit ends no shard without a buffer."""
+    limits = ("--num-workers", "1", "--max-worker-memory", "300MiB")
+    server = start_server("data=tests.end_to_end.hosted:wide_stream", *limits)
+
+    def loader_of(**options: Any) -> DataLoader:
+        return DataLoader(RemoteDataset(server.url, "data"), 10, num_workers=1, output="numpy", **options)
+
+    batches = iter(loader_of(shuffle_buffer_size=500, seed=7))
+    with pytest.raises(MemoryError, match=r"a shuffle buffer of 500 samples of dataset 'data'.*--max-worker-memory"):
+        next(batches)
+    assert list(batches) == []
+    for options in ({"shuffle_buffer_size": 20, "seed": 7}, {}):
+        assert sum(len(batch) for batch in loader_of(**options)) == 600
 
 
 @pytest.mark.parametrize(("name", "value"), [("size", 13), ("size", None), ("seed", 8)])

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,9 +28,9 @@ from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from teleloader_server.dispatch import counters
 from teleloader_server.web.status import MAX_WATCHERS
-from teleloader_shared.messages import CONSUMER_HEADER, PROBLEM_MEDIA_TYPE, REPORT_HEADER, batches_path
+from teleloader_shared.messages import CONSUMER_HEADER, PROBLEM_MEDIA_TYPE, REPORT_HEADER, batches_path, progress_path
 from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats
-from tests.conftest import ROOT, StartServer, eventually
+from tests.conftest import StartServer, eventually
 from tests.raw import Raw
 
 
@@ -187,6 +188,63 @@ def test_a_report_that_is_none_is_ignored(url: str, monkeypatch: pytest.MonkeyPa
     assert (told["data_wait_fraction"], told["reconnects"], told["hedges"]) == (0.5, 6, 7)
     overtaken = record_after("elapsed=2.900,waited=0.000,taken=2,reconnects=5,hedges=6")
     assert (overtaken["data_wait_fraction"], overtaken["reconnects"], overtaken["hedges"]) == (0.5, 6, 7)
+
+
+# -- progress
+
+
+def of_run(url: str, run: str) -> dict[str, Any]:
+    """Return the only consumer of a training run."""
+    (mine,) = [consumer for consumer in stats_of(url)["consumers"] if consumer["run"] == run]
+    return dict(mine)
+
+
+def test_progress_and_rate_count_what_the_training_loop_consumed() -> None:
+    """Prefetched batches count as sent, and as consumed only once the training loop has received them."""
+    with serve(Rows(), num_workers=2) as url:
+        loader = DataLoader(RemoteDataset(url), 10, seed=0, prefetch_factor=64, num_workers=1, name="slow")
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+        found = eventually(lambda: (now := of_run(url, "slow"))["batches_sent"] > 50 and now["position"] == 3 and now)
+        assert (found["batches"], found["finished"]) == (10_000, False)
+        eventually(lambda: 0 < of_run(url, "slow")["batches_per_second"] < 3)
+        del iterator
+
+
+def test_a_finished_consumer_is_finished() -> None:
+    """The consumption of the last, prefetched batches is reported without a request for batches, and so is the end."""
+    with serve(list(range(40)), num_workers=1) as url:
+        iterator = iter(DataLoader(RemoteDataset(url), 1, seed=0, prefetch_factor=64, num_workers=1, name="short"))
+        next(iterator)
+        eventually(lambda: of_run(url, "short")["batches_sent"] == 40)
+        next(iterator)
+        eventually(lambda: of_run(url, "short")["position"] == 2)
+        assert not of_run(url, "short")["finished"]
+        assert len(list(iterator)) == 38
+        found = eventually(lambda: (now := of_run(url, "short"))["finished"] and now)
+    assert (found["position"], found["batches"], found["batches_per_second"]) == (40, 40, 0.0)
+    assert found["diagnosis"] == {"bottleneck": "unknown", "workers": None, "advice": "Epoch 0 is finished."}
+
+
+def test_a_process_that_exits_reports_the_end(start_server: StartServer, tmp_path: Path) -> None:
+    """The name of the run is the script's file name by default."""
+    server = start_server("tests.end_to_end.hosted:many", "--num-workers", "1")
+    script = "from teleloader import DataLoader, RemoteDataset\nlist(DataLoader(RemoteDataset({!r}, 'many'), 100))"
+    path = tmp_path / "train model.py"
+    path.write_text(script.format(server.url))
+    subprocess.run([sys.executable, str(path)], check=True, timeout=60)
+    assert of_run(server.url, "train model.py")["finished"]
+
+
+def test_progress_of_an_unknown_consumer_is_ignored(url: str) -> None:
+    """The response is 204; an unknown loader and a missing report are errors."""
+    key = registered(url)
+    headers = {CONSUMER_HEADER: "nobody", REPORT_HEADER: "elapsed=1.0,waited=0.0,taken=1,reconnects=0,hedges=0"}
+    assert httpx.put(f"{url}{progress_path(key, 0)}", headers=headers).status_code == 204
+    assert httpx.put(f"{url}{progress_path('unknown', 0)}", headers=headers).status_code == 404
+    assert httpx.put(f"{url}{progress_path(key, 0)}").status_code == 422
+    assert "nobody" not in [consumer["consumer"] for consumer in stats_of(url)["consumers"]]
 
 
 # -- many consumers
@@ -372,7 +430,7 @@ def lint(text: str) -> list[str]:
             "a label le or quantile": family.type != "histogram"
             and any({"le", "quantile"} & set(sample.labels) for sample in family.samples),
             "a label in capitals": any(label != label.lower() for sample in family.samples for label in sample.labels),
-            "another prefix": not name.startswith("teleloader_"),
+            "another prefix": not name.startswith(("teleloader_", "process_")),
         }
         found += [f"{name}: {what}" for what, wrong in checks.items() if wrong]
     return found
@@ -430,7 +488,10 @@ def test_the_number_of_series_does_not_grow_with_consumers(url: str) -> None:
 
 def test_the_number_of_series_is_bounded(url: str) -> None:
     """Labels are datasets, shared workers, stages, buckets and kinds of errors, and no others."""
-    allowed = {"dataset", "worker", "stage", "le", "type", "bottleneck", "state", "version"}
+    allowed = {
+        "dataset", "worker", "stage", "le", "type", "bottleneck", "state", "version", "process", "handler", "code",
+        "reason", "token",
+    }  # fmt: skip
     for family in families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:
             assert set(sample.labels) <= allowed, sample
@@ -438,24 +499,57 @@ def test_the_number_of_series_is_bounded(url: str) -> None:
     assert max(series.values()) <= 3 * 2 * 60, series.most_common(3)
 
 
-def test_the_grafana_dashboard_uses_existing_metrics(url: str) -> None:
-    """The dashboard's metrics and labels exist."""
-    registered(url)  # starts the workers
-    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))
-    text = httpx.get(f"{url}/metrics").text
-    known = {sample.name for sample in samples(text)}
-    labels = {label for sample in samples(text) for label in sample.labels}
-    # a dataset that has not failed yet has no errors to be named
-    known.add("teleloader_errors_total")
-    labels |= {"type", "instance", "job"}
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    assert len(asked) > 10
-    for query in asked:
-        assert set(re.findall(r"\bteleloader_\w+", query)) <= known, query
-        for group in re.findall(r"by \(([^)]*)\)", query):
-            assert {label.strip() for label in group.split(",")} <= labels, query
-    numbers = [panel["id"] for panel in dashboard["panels"]]
-    assert len(set(numbers)) == len(numbers)
+def test_requests_and_refusals_are_counted() -> None:
+    """Responses are counted by handler and status code, refusals by their code, and durations per handler."""
+    with serve(Rows(), num_workers=1) as url:
+        key = registered(url, dataset="dataset")
+        httpx.get(f"{url}{batches_path(key, 0)}/0").raise_for_status()
+        assert httpx.get(f"{url}{batches_path('unknown', 0)}/0").status_code == 404
+        with Raw(url) as client:
+            client.send(b"nonsense\r\n\r\n")
+            client.receive_all()
+        found = scraped(url)
+    batches = ("handler", "batches")
+    assert found["teleloader_http_responses_total", (("code", "200"), batches)] == 1
+    assert found["teleloader_http_responses_total", (("code", "404"), batches)] == 1
+    assert found["teleloader_http_request_duration_seconds_count", (batches,)] == 2
+    assert 0 < found["teleloader_http_request_duration_seconds_sum", (batches,)] < 60
+    assert found["teleloader_refusals_total", (("reason", "UnknownLoader"),)] == 1
+    assert found["teleloader_refusals_total", (("reason", "BadRequest"),)] == 1
+    assert found["teleloader_connections_closed_total", (("reason", "400 BadRequest"),)] == 1
+
+
+def test_the_server_process_has_the_standard_metrics(url: str) -> None:
+    """CPU time is a counter, and the start of the process a timestamp."""
+    registered(url)
+    found = scraped(url)
+    assert found["process_cpu_seconds_total", ()] > 0
+    assert found["process_resident_memory_bytes", ()] > 2**20
+    assert found["process_start_time_seconds", ()] < time.time()
+    assert found["teleloader_cpu_seconds_total", (("process", "server"),)] > 0
+    workers = found["teleloader_cpu_seconds_total", (("process", "workers"),)]
+    key = registered(url, batch_size=1000)
+    httpx.get(f"{url}{batches_path(key, 0)}?ranges=1:40").raise_for_status()
+    assert eventually(lambda: scraped(url)["teleloader_cpu_seconds_total", (("process", "workers"),)] > workers)
+
+
+def test_faults_of_clients_are_counted_once(url: str) -> None:
+    """A report has totals of the loader: only what was added since the previous report counts."""
+    key = registered(url, batch_size=7)
+
+    def report(second: int, reconnects: int, hedges: int) -> None:
+        text = f"elapsed={second}.0,waited=0.0,taken={second},reconnects={reconnects},hedges={hedges}"
+        headers = {CONSUMER_HEADER: "failing#0", REPORT_HEADER: text}
+        httpx.get(f"{url}{batches_path(key, 0)}/0", headers=headers).raise_for_status()
+
+    def counted() -> list[float]:
+        found = scraped(url)
+        return [found[f"teleloader_client_{name}_total", (("dataset", "rows"),)] for name in ("reconnects", "hedges")]
+
+    before = counted()
+    for second, (reconnects, hedges) in enumerate([(2, 5), (3, 5), (3, 7)], 1):
+        report(second, reconnects, hedges)
+    assert [after - earlier for after, earlier in zip(counted(), before, strict=True)] == [1, 2]
 
 
 # -- cost

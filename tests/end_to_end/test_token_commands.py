@@ -95,10 +95,10 @@ def test_add_can_write_the_token_to_a_new_file(file: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_added_changes_nothing(file: Path, arguments: tuple[str, ...], sentence: str) -> None:
-    """The error has the value and the rule, and the exit code is 2."""
+    """The error has the value and the rule; the exit code is 2 for invalid arguments, and 1 for other failures."""
     file.write_text(WRITTEN_BY_HAND)
     refused = token("add", file, *arguments)
-    assert (refused.code, refused.out) == (2, "")
+    assert (refused.code, refused.out) == (1 if "--out" in arguments else 2, "")
     assert re.search(sentence, refused.err), refused.err
     assert file.read_text() == WRITTEN_BY_HAND
     assert list(file.parent.iterdir()) == [file]
@@ -217,8 +217,9 @@ def test_a_failure_leaves_both_files_as_they_were(file: Path, tmp_path: Path, mo
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full_disk)
-    with pytest.raises(click.UsageError, match="No space left on device"):
+    with pytest.raises(click.ClickException, match="No space left on device") as failed:
         token_commands.token(["rotate", "ops", "--file", str(file), "--out", str(out)], standalone_mode=False)
+    assert failed.value.exit_code == 1
     assert (file.read_text(), out.read_text()) == (WRITTEN_BY_HAND, "as it was")
     assert sorted(tmp_path.iterdir()) == [out, file]
 

@@ -12,6 +12,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from tests.conftest import ROOT, StartServer, need
+from tests.end_to_end.terminal import terminal
 from tests.examples.running import figure, need_framework, run_example
 
 
@@ -23,6 +24,26 @@ def test_a_plain_pytorch_loop(start_server: StartServer) -> None:
     assert printed.count(": 1541 samples") == 10
     assert figure("test accuracy", printed) > 0.93
     assert "on 256 images" in printed
+
+
+@pytest.mark.parametrize("bar", ["rich", "tqdm"])
+def test_a_progress_bar_in_the_terminal(bar: str, start_server: StartServer) -> None:
+    """The bar shows the steps of all epochs, the data wait and the remaining time."""
+    need("torch")
+    if bar == "tqdm":
+        need_framework("tqdm")
+    server = start_server("--demo", "--num-workers", "2")
+    script = "import runpy; runpy.run_path('examples/with_progress.py', run_name='__main__')"
+    with terminal(script, "--url", server.url, "--epochs", "4", "--bar", bar, columns=100) as screen:
+        assert screen.wait() == 0
+    found = {
+        "rich": r"training \S+ +100/100 wait \d+ %, [\d.]+ MB/s, ETA \d+:\d\d:\d\d",
+        "tqdm": r"training: 100%.* 100/100 \[\d+:\d+<\d+:\d+, .*, wait_pct=[\d.e-]+, mb_s=[\d.e-]+\]",
+    }
+    assert re.search(found[bar], screen.text), screen.text
+    first, last = map(float, re.findall(r"loss ([\d.]+) to ([\d.]+)", screen.text)[0])
+    assert last < first
+    assert re.search(r"last epoch: 25 steps in [\d.]+ s, data wait \d+% of the time", screen.text)
 
 
 def test_a_mixture_of_two_sources() -> None:

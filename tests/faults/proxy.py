@@ -302,33 +302,38 @@ class FaultProxy:
         self.port: int = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._over.wait()
+        # asyncio's server does not close the sockets that it has accepted just before `close`
+        self._loop.remove_reader(server.sockets[0])
+        await asyncio.sleep(0)
         server.close()
         handlers = [connection.task for connection in self._connections]
         for handler in handlers:
             handler.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
+        await asyncio.sleep(0)  # the transports close their sockets
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    # not a coroutine: its task could be cancelled before its first step, and would leave the connection open
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
+        if self._over.is_set():
+            _reset(writer)
+            return
         connection = _Connection(self, reader, writer)
         self._connections.add(connection)
-        try:
-            await connection.run()
-        except asyncio.CancelledError:
-            pass  # the proxy ends; asyncio would report a handler that was cancelled
-        finally:
-            self._connections.discard(connection)
-            connection.end(reset=False)
+        connection.task.add_done_callback(lambda _: self._ended(connection))
+
+    def _ended(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        # at the end of the proxy, nobody writes what a peer has not read
+        connection.end(reset=self._over.is_set())
+        if not connection.task.cancelled():
+            connection.task.result()
 
 
 class _Connection:
     """Connection of a client, and the matching connection to the server."""
 
     def __init__(self, proxy: FaultProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a connection is handled in a task")
-        self.task = task
         self._proxy = proxy
         self._loop = asyncio.get_running_loop()
         self._client = (reader, writer)
@@ -336,6 +341,7 @@ class _Connection:
         self._asked = ""
         """Path of the last request."""
         self._active = self._loop.time()
+        self.task = self._loop.create_task(self.run())
 
     def end(self, *, reset: bool) -> None:
         """Close both sides."""

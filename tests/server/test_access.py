@@ -254,7 +254,7 @@ def test_every_endpoint_declares_its_authorization(app: FastAPI) -> None:
     assert needs.pop("admin") == {"/v1/drain", "/v1/workers"}
     assert set(needs) == {"read"}
     assert all(path.startswith("/v1/") for path in needs["read"])
-    assert len(needs["read"]) == 8
+    assert len(needs["read"]) == 9
 
 
 def test_an_endpoint_that_declares_nothing_is_not_served() -> None:

@@ -285,6 +285,21 @@ def test_a_loop_whose_pass_is_known_is_kept_however_long_it_is_silent() -> None:
     assert pool.consumer(consumer("host:1/rank0/loader0#1", 1), "data").loop is tally.loop
 
 
+def test_the_consumed_rate_is_that_of_the_servers_clock() -> None:
+    """Batches before the first report do not count, and neither does the restart of a client."""
+    loop = LoopCounters(0.0)
+    assert loop.consumed_rate(1.0) is None
+    for second in range(5):
+        loop.add_report(ConsumerReport(second, 0.0, 1000 + 5 * second, 0, 0), second)
+        loop.mark(second)
+    assert loop.consumed_rate(4.0) == pytest.approx(5.0)
+    loop.add_report(ConsumerReport(0.0, 0.0, 0, 0, 0), 8.0)
+    assert loop.consumed_rate(8.0) == pytest.approx(20 / 8)
+    for second in range(8, 20):
+        loop.mark(second)
+    assert loop.consumed_rate(20.0) == 0.0
+
+
 def test_a_report_that_another_has_overtaken_says_nothing_new() -> None:
     """Reports may arrive out of order, because requests use several connections."""
     loop = LoopCounters(0.0)

@@ -35,12 +35,15 @@ from teleloader_shared.messages import (
     LOADERS_PATH,
     PROTOCOL_HEADER,
     PROTOCOL_VERSION,
+    REPORT_HEADER,
     SERVERS_PATH,
     STATS_PATH,
+    ConsumerReport,
     DatasetInfo,
     Registration,
     batches_path,
     loader_path,
+    progress_path,
 )
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import excerpt, sentence, short
@@ -250,6 +253,20 @@ class Server:
     @confirmed
     def _end_session(self, key: str) -> None:
         self._request("DELETE", loader_path(key), timeout=END_TIMEOUT)
+
+    def report_progress(self, key: str, epoch: int, consumer: str, report: ConsumerReport, timeout: float) -> None:
+        """Report the progress of a training loop that sends no requests; ignore errors, which affect only statistics.
+
+        Args:
+            key: Key of the loader.
+            epoch: Epoch number.
+            consumer: Name of the consumer in the server's statistics.
+            report: Progress of the training loop.
+            timeout: Seconds to wait for the server.
+        """
+        headers = {CONSUMER_HEADER: consumer, REPORT_HEADER: report.to_header()}
+        with suppress(TeleloaderError):
+            self._request("PUT", progress_path(key, epoch), headers=headers, timeout=timeout)
 
     @confirmed
     def batch(self, batch_id: BatchId, listed: bytes | None = None, *, consumer: str) -> Frame:

@@ -123,21 +123,27 @@ def _of_errors(parts: Sequence[ErrorCount]) -> ErrorCount:
 
 
 def _of_consumers(parts: Sequence[ConsumerStats]) -> ConsumerStats:
-    """Return a consumer whose batches several servers send; the diagnosis is that of the server that sends the most."""
-    rates = [part.batches_per_second for part in parts]
+    """Return a consumer whose batches several servers send; the diagnosis is that of the server that sends the most.
+
+    A client reports the batches that the training loop consumed, from all servers, to each server.
+    """
+    rates = [part.bytes_per_second for part in parts]
     latest = min(parts, key=lambda part: part.idle)
+    finished = any(part.finished for part in parts) if latest.finished is not None else None
+    reported = [part.batches_per_second for part in parts if part.finished is not None]
     return replace(
         latest,
         position=max(part.position for part in parts),
         batches_sent=sum(part.batches_sent for part in parts),
         bytes_sent=sum(part.bytes_sent for part in parts),
         batches_lent=_sum(part.batches_lent for part in parts),
-        batches_per_second=sum(rates),
-        bytes_per_second=sum(part.bytes_per_second for part in parts),
+        batches_per_second=max(reported) if reported else sum(part.batches_per_second for part in parts),
+        bytes_per_second=sum(rates),
         waiting=max(part.waiting for part in parts),
         starved_fraction=_mean([part.starved_fraction for part in parts], rates),
         sending_fraction=_mean([part.sending_fraction for part in parts], rates),
-        diagnosis=max(parts, key=lambda part: part.batches_per_second).diagnosis,
+        diagnosis=latest.diagnosis if finished else max(parts, key=lambda part: part.bytes_per_second).diagnosis,
+        finished=finished,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from rich.progress import BarColumn, TextColumn
@@ -62,6 +62,8 @@ class Measured:
     wait_max: float
     workers: int | None = None
     """Number of workers, if they were the bottleneck and served no other active consumer; else None."""
+    busy_per_sample: float | None = None
+    """Mean time for which a worker was busy per sample of the dataset; None if no sample was computed."""
     servers: int = 1
     padding_fraction: float | None = None
     """Fraction of padding in the batches, 1 - sum of lengths / (samples x longest sample); None without lengths."""
@@ -83,8 +85,8 @@ class Measured:
 
     @property
     def samples_per_second_of_a_worker(self) -> float | None:
-        """Mean throughput per worker in samples per second; None if the workers were not the bottleneck."""
-        return self.samples_per_second / self.workers if self.workers else None
+        """Samples per second of a busy worker; None if no sample was computed during the measurement."""
+        return 1 / self.busy_per_sample if self.busy_per_sample else None
 
     @property
     def shortest_step(self) -> float | None:
@@ -128,6 +130,8 @@ class Bench:
         began = time.perf_counter()
         next(batches)
         first = time.perf_counter() - began
+        servers = self._remote.servers.known
+        before = work_of(servers, self._name)
         began = time.perf_counter()
         for elapsed in self._with_progress(began):
             if elapsed >= self._duration:
@@ -140,15 +144,16 @@ class Bench:
                 time.sleep(self._step)
         taken = time.perf_counter() - began
         # before close(), while the servers still list this consumer
-        servers = self._remote.servers.known
-        diagnosis, workers = own_diagnosis(servers)
+        diagnosis, workers = own_diagnosis(servers := self._remote.servers.known)
+        after = work_of(servers, self._name)
         batches.close()
         waits = np.array(self._waits)
         p50, p95 = np.quantile(waits, (0.5, 0.95)).tolist()
         measured = Measured(
             dataset=self._name, step=self._step, seconds=taken, batches=len(waits), samples=self._samples,
             batch_bytes=self._nbytes / len(waits), first_batch=first, waited=float(waits.sum()),
-            wait_p50=p50, wait_p95=p95, wait_max=float(waits.max()), workers=workers, servers=len(servers),
+            wait_p50=p50, wait_p95=p95, wait_max=float(waits.max()), workers=workers,
+            busy_per_sample=after.per_sample_since(before), servers=len(servers),
             padding_fraction=self._padding(),
         )  # fmt: skip
         return measured, diagnosis
@@ -201,6 +206,27 @@ class Bench:
                 yield elapsed
 
 
+class Work(NamedTuple):
+    """Total work on a dataset since the start of the servers."""
+
+    samples: int
+    busy: float
+    """Time for which workers computed batches, in seconds."""
+
+    def per_sample_since(self, before: Work) -> float | None:
+        """Return the mean time per sample in seconds since `before`; None if no sample was computed."""
+        samples, busy = self.samples - before.samples, self.busy - before.busy
+        return busy / samples if samples > 0 and busy > 0 else None
+
+
+def work_of(servers: Sequence[BatchServer], dataset: str) -> Work:
+    """Return the work of all servers on a dataset; servers that return no statistics are omitted."""
+    found = [reading.stats for reading in read_all(servers, 0) if isinstance(reading.stats, Stats)]
+    parts = [part for stats in found for part in stats.datasets if part.dataset == dataset]
+    latencies = [latency for part in parts for latency in part.stages.values()]
+    return Work(sum(part.samples_computed for part in parts), sum(each.count * each.mean for each in latencies))
+
+
 def own_diagnosis(servers: Sequence[BatchServer]) -> tuple[Diagnosis | None, int | None]:
     """Return the servers' diagnosis of this process, and the number of workers that limit its batch rate.
 
@@ -250,7 +276,7 @@ def show(measured: Measured, diagnosis: Diagnosis | None, *, as_json: bool) -> N
                            f"max {seconds(measured.wait_max)}"),
     ]  # fmt: skip
     if measured.samples_per_second_of_a_worker is not None:
-        rows.insert(2, ("per worker", f"{number(measured.samples_per_second_of_a_worker)} samples/s"))
+        rows.insert(2, ("per busy worker", f"{number(measured.samples_per_second_of_a_worker)} samples/s"))
     if measured.padding_fraction is not None:
         rows.append(("padding", f"{share(measured.padding_fraction)} of the padded batches"))
     for name, value in rows:

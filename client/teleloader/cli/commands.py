@@ -10,56 +10,55 @@ import click
 
 from teleloader.balance import LengthBalance
 from teleloader.cli import audit as audits
-from teleloader.cli import options
+from teleloader.cli import options, views
 from teleloader.cli import peek as peeks
 from teleloader.cli import stats as statistics
+from teleloader.cli import top as top_screen
 from teleloader.cli.bench import BatchFailed, Bench
 from teleloader.cli.bench import show as show_bench
 from teleloader.dataset import RemoteDataset
 from teleloader.loader import DataLoader
 from teleloader.mixture import Mixture
 from teleloader.packing import Packing
-from teleloader_shared.errors import TeleloaderError
+from teleloader_shared.command_line import CONTEXT, CommandGroup, as_json, version_option
+from teleloader_shared.errors import BatchOutOfRange, InvalidSpec, TeleloaderError, UnknownDataset
+from teleloader_shared.exit_codes import EXIT_FAILED, EXIT_USAGE
 from teleloader_shared.orders.plan import Coverage
 from teleloader_shared.registry import keeping_unrestored
 from teleloader_shared.spec import LoaderSpec
-from teleloader_shared.version import VERSION
 
-EXIT_NEGATIVE: Final = 1
-"""Negative result: the batch is an error, a sample is missing."""
-EXIT_UNKNOWN: Final = 2
-"""No result: server unreachable, invalid arguments."""
-EXIT_INTERRUPTED: Final = 130
-"""Exit code that shells report for a program interrupted by Ctrl-C."""
+_INVALID: Final = (InvalidSpec, UnknownDataset, BatchOutOfRange)
+"""Errors of teleloader that result from the arguments of a command."""
 
 
-class _NegativeResult(click.ClickException):
-    """Error of a command with a negative result, explained in one line."""
+class _Failed(click.ClickException):
+    """Error of a command, reported in one line."""
 
-    exit_code = EXIT_NEGATIVE
+    exit_code = EXIT_FAILED
 
     def show(self, file: Any = None) -> None:
         """Print the error message to stderr, or to `file`."""
         click.echo(f"teleloader: {self.message}", err=True, file=file)
 
 
-class _NoResult(_NegativeResult):
-    """Error of a command that failed before it had a result."""
+class _Invalid(_Failed):
+    """Error of a command with invalid arguments."""
 
-    exit_code = EXIT_UNKNOWN
+    exit_code = EXIT_USAGE
 
 
-class _Tools(click.Group):
+class _Tools(CommandGroup):
     """Command group that reports expected errors in one line, without a traceback."""
+
+    command_class = options.RemoteCommand
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a subcommand; convert expected errors to exit codes."""
         try:
             return super().invoke(ctx)
         except (TeleloaderError, ValueError, TypeError) as error:
-            raise _NoResult(str(error)) from None
-        except KeyboardInterrupt:
-            return ctx.exit(EXIT_INTERRUPTED)
+            is_invalid = not isinstance(error, TeleloaderError) or isinstance(error, _INVALID)
+            raise (_Invalid if is_invalid else _Failed)(str(error)) from None
 
 
 class Indices(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4; older versions are supported
@@ -89,23 +88,30 @@ class Weight(click.ParamType):  # type: ignore[type-arg] # generic since click 8
             self.fail(f"invalid weight {value!r}: expected the name of a dataset and a number, as web=0.7", param, ctx)
 
 
-@click.group(cls=_Tools, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(VERSION, prog_name="teleloader")
+@click.group(
+    cls=_Tools,
+    sections={"Statistics": ("stats", "top", "datasets", "workers"), "Batches": ("peek", "bench", "audit")},
+    context_settings=CONTEXT,
+)
+@version_option("teleloader")
 def teleloader() -> None:
     """Inspect and measure loader servers from the client's machine.
 
-    URL is that of a server, or several URLs separated by commas, or the address of a directory: file:///folder/name,
-    dns+http://name:port or registry+http://host:port.
-
     \b
-      teleloader stats http://cpu-box:8000 --watch          find the bottleneck: data loading or training
-      teleloader bench http://cpu-box:8000 train            measure the throughput
-      teleloader peek http://cpu-box:8000 train 17          show the content of batch 17
-      teleloader audit http://cpu-box:8000 train            verify that an epoch visits each sample once
+      export TELELOADER_URL=http://cpu-box:8000
+      teleloader stats            # find the bottleneck: data loading or training
+      teleloader top              # show the consumers that wait longest
+      teleloader peek train 17    # show the content of batch 17
+      teleloader bench train      # measure the throughput
+      teleloader audit train      # verify that an epoch visits each sample once
 
-    Exit codes: 0 for success, 1 for a negative result (the batch is an error, a sample is missing), 2 for no result
-    (server unreachable, invalid arguments), 130 after Ctrl-C. Results go to stdout, in color only if it is a terminal;
-    progress and errors go to stderr.
+    TELELOADER_URL is the URL of a server, or several URLs separated by commas, or the address of a directory:
+    file:///folder/name, dns+http://name:port or registry+http://host:port. To use other servers, pass their URL as the
+    first argument of a command.
+
+    Exit codes: 0 for success; 1 for a failure (server unreachable) or a negative result (the batch is an error, a
+    sample is missing); 2 for invalid arguments; 130 after Ctrl-C. Results go to stdout, in color only if it is a
+    terminal and NO_COLOR is not set; progress and errors go to stderr.
     """  # noqa: D301 - the escapes are click's
     # hides warnings: the error message of a command repeats their text
     logging.getLogger("teleloader").setLevel(logging.ERROR)
@@ -113,16 +119,13 @@ def teleloader() -> None:
 
 @teleloader.command()
 @options.url
-@click.option("--watch", is_flag=True, help="Refresh the output until Ctrl-C.")
+@click.option("-w", "--watch", is_flag=True, help="Refresh the output until Ctrl-C.")
+@options.interval
 @click.option(
-    "--interval", type=click.FloatRange(0.5, 60), default=1.0, show_default=True, metavar="SECONDS",
-    help="Seconds between refreshes, with --watch.",
-)  # fmt: skip
-@click.option(
-    "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, metavar="N",
+    "-l", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, metavar="N",
     help="Maximum number of consumers to show, the most recently active ones first.",
 )  # fmt: skip
-@options.as_json
+@as_json
 @options.trust_directory
 @options.access
 def stats(url: str | list[str], watch: bool, interval: float, limit: int, as_json: bool, trust_directory: bool) -> None:
@@ -139,9 +142,71 @@ def stats(url: str | list[str], watch: bool, interval: float, limit: int, as_jso
 
 
 @teleloader.command()
+@options.url
+@click.argument("view", type=click.Choice([view.name for view in views.VIEWS]), default="consumers")
+@options.sort("waits", "memory")
+@options.reverse
+@options.interval
+@as_json
+@options.trust_directory
+@options.access
+def top(
+    url: str | list[str], view: str, sort: str | None, reverse: bool, interval: float, as_json: bool,
+    trust_directory: bool,
+) -> None:  # fmt: skip
+    """Show a sorted table of consumers, workers or datasets until Ctrl-C.
+
+    The consumers that wait longest for data come first.
+
+    \b
+      c, w, d         show consumers, workers or datasets
+      <, >, arrows    sort by the previous or the next column
+      r               reverse the order
+      q               quit
+
+    Without a terminal, a table or a line of JSON is appended every --interval seconds.
+    """  # noqa: D301 - the escapes are click's
+    source = statistics.Source(url, top_screen.MAX_CONSUMERS, trust_directory=trust_directory)
+    found = next(each for each in views.VIEWS if each.name == view)
+    top_screen.top(source, found, sort, interval, reverse=reverse, as_json=as_json)
+
+
+@teleloader.command()
+@options.url
+@options.sort("samples", "samples/s")
+@options.reverse
+@as_json
+@options.trust_directory
+@options.access
+def datasets(url: str | list[str], sort: str | None, reverse: bool, as_json: bool, trust_directory: bool) -> None:
+    """List the datasets of a server, or of several servers together.
+
+    For each dataset: number of samples, recent rate, and the time per batch of each loading stage.
+    """
+    source = statistics.Source(url, 1, trust_directory=trust_directory)
+    views.once(views.DATASETS, source, sort, reverse=reverse, as_json=as_json)
+
+
+@teleloader.command()
+@options.url
+@options.sort("busy", "memory")
+@options.reverse
+@as_json
+@options.trust_directory
+@options.access
+def workers(url: str | list[str], sort: str | None, reverse: bool, as_json: bool, trust_directory: bool) -> None:
+    """List the workers of a server or of several servers.
+
+    For each worker: state, current task, busy fraction of the last 10 seconds, restarts and memory.
+    """
+    source = statistics.Source(url, 1, trust_directory=trust_directory)
+    views.once(views.WORKERS, source, sort, reverse=reverse, as_json=as_json)
+
+
+@teleloader.command()
 @options.of_loader(options.url, options.dataset, options.batch_size(32))
 @click.option(
-    "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, metavar="S",
+    "-t", "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, metavar="S",
     help="Seconds to measure after the first batch; a diagnosis requires at least 3.",
 )  # fmt: skip
 @click.option(
@@ -149,13 +214,13 @@ def stats(url: str | list[str], watch: bool, interval: float, limit: int, as_jso
     help="Simulated duration of a training step, in seconds.",
 )  # fmt: skip
 @click.option(
-    "--num-workers", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+    "-n", "--num-workers", type=click.IntRange(0), default=0, show_default=True, metavar="N",
     help="Number of shards of an iterable-style dataset, each with its own worker; 0 uses one worker. Ignored for "
     "map-style datasets, which use all workers of the server.",
 )  # fmt: skip
 @click.option("--compression", type=click.Choice(["zstd", "lz4"]), help="Compression that the workers apply to arrays.")
 @options.of_loader(
-    options.shuffle, options.drop_last, options.collate, options.as_json, options.trust_directory, options.access
+    options.shuffle, options.drop_last, options.collate, as_json, options.trust_directory, options.access
 )  # fmt: skip
 @options.of_lengths
 def bench(
@@ -185,7 +250,7 @@ def bench(
         with keeping_unrestored():
             measured, diagnosis = Bench(loader, remote, seconds, step).run()
     except BatchFailed as error:
-        raise _NegativeResult(str(error)) from None
+        raise _Failed(str(error)) from None
     show_bench(measured, diagnosis, as_json=as_json)
 
 
@@ -197,7 +262,7 @@ def bench(
 @click.option("--debug", is_flag=True, help="Load in the server's main process, for debugging with breakpoint().")
 @options.of_loader(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
-    options.tail, options.collate, options.as_json, options.trust_directory, options.access,
+    options.tail, options.collate, as_json, options.trust_directory, options.access,
 )  # fmt: skip
 @options.of_lengths
 @click.pass_context
@@ -228,7 +293,7 @@ def peek(
     with keeping_unrestored():
         frame = remote.batch(spec, epoch, batch, indices)
     if not peeks.show(frame, remote, as_json=as_json):
-        ctx.exit(EXIT_NEGATIVE)
+        ctx.exit(EXIT_FAILED)
 
 
 def _parameters(
@@ -245,7 +310,7 @@ def _parameters(
 @teleloader.command()
 @options.of_loader(
     options.url, options.dataset, options.epoch, options.batch_size(1), options.shuffle, options.drop_last,
-    options.seed, options.world_size, options.tail, options.as_json, options.trust_directory, options.access,
+    options.seed, options.world_size, options.tail, as_json, options.trust_directory, options.access,
 )  # fmt: skip
 @click.option(
     "--visits", type=click.Path(exists=True, dir_okay=False), multiple=True, metavar="FILE",
@@ -296,7 +361,7 @@ def audit(
         by_source = audits.by_source(counts, mixture.spec)
         audits.show_sources(by_source, spec, None if visits else epoch, as_json=as_json)
         if not audits.has_weights(by_source, spec):
-            ctx.exit(EXIT_NEGATIVE)
+            ctx.exit(EXIT_FAILED)
         return
     remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
     if remote.iterable:
@@ -310,11 +375,11 @@ def audit(
         tokens = audits.planned_tokens(spec, remote.lengths(), epoch)
         audits.show_tokens(tokens, remote.name, spec, epoch, as_json=as_json)
         if not tokens.exact:
-            ctx.exit(EXIT_NEGATIVE)
+            ctx.exit(EXIT_FAILED)
         return
     lengths = None if balance is None else remote.lengths()
     counts = audits.received(visits, len(remote)) if visits else audits.planned(spec, len(remote), epoch, lengths)
     found = Coverage.of(counts)
     audits.show(found, remote.name, spec, None if visits else epoch, as_json=as_json)
     if not found.exact:
-        ctx.exit(EXIT_NEGATIVE)
+        ctx.exit(EXIT_FAILED)

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final, TypeVar, cast, get_args
 
 import click
 
-from teleloader.api.credentials import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from teleloader.api.credentials import (
+    CA_VARIABLE,
+    CERT_VARIABLE,
+    KEY_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    Credentials,
+)
 from teleloader.balance import LengthBalance
 from teleloader.fleet.directory import SCHEMES
+from teleloader.fleet.servers import Servers
 from teleloader.packing import DEFAULT_WINDOW, Packing
+from teleloader.transport.selection import server_at
+from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.spec import Tail
+
+URL_VARIABLE: Final = "TELELOADER_URL"
+"""Environment variable with the default address of the commands."""
+COMPLETION_TIMEOUT_S: Final = 2.0
+"""Time to wait for the names of datasets while the shell completes an argument, in seconds."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -29,14 +44,65 @@ class ServerAddress(click.ParamType):  # type: ignore[type-arg] # generic since 
         return text if "," not in text or text.startswith(SCHEMES) else text.split(",")
 
 
-url: Final = click.argument("url", type=ServerAddress())
-dataset: Final = click.argument("dataset", required=False)
+class RemoteCommand(click.Command):
+    """Command whose first argument is the address of servers, and may be omitted if ``TELELOADER_URL`` contains it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; insert the default address if the first argument is not one.
+
+        An address contains a colon or a slash, which the names of datasets do not.
+
+        Raises:
+            click.UsageError: If the address is missing.
+        """
+        if not ctx.resilient_parsing:
+            first = self.make_parser(ctx).parse_args(list(args))[0].get("url")
+            is_address = isinstance(first, str) and (not first or ":" in first or "/" in first)
+            default = os.environ.get(URL_VARIABLE)
+            if not is_address and default:
+                args = [default, *args]
+            elif not is_address and not {"-h", "--help"} & set(args):
+                got = f", got {first!r}" if isinstance(first, str) else ""
+                raise click.UsageError(
+                    f"missing server URL{got}: pass http://host:port as the first argument, or set {URL_VARIABLE}", ctx
+                )
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the description of the first argument."""
+        formatter.write_paragraph()
+        formatter.write_text(f"URL: server, servers separated by commas, or directory. Default: {URL_VARIABLE}.")
+
+
+def _complete_dataset(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of datasets that begin with `incomplete`, as the server lists them."""
+    address = context.params.get("url") or os.environ.get(URL_VARIABLE)
+    if not address:
+        return []
+    try:
+        remote = Servers(
+            ServerAddress().convert(address, None, None) if isinstance(address, str) else address,
+            partial(server_at, timeout=COMPLETION_TIMEOUT_S, credentials=(credentials := Credentials())), credentials,
+            trust_directory=bool(context.params.get("trust_directory")),
+        )  # fmt: skip
+        infos = remote.require()[0].datasets()
+    except (TeleloaderError, ValueError):  # the command itself reports the error
+        return []
+    return [info.name for info in infos if info.name.startswith(incomplete)]
+
+
+url: Final = click.argument("url", type=ServerAddress(), metavar="[URL]", shell_complete=_complete_dataset)
+dataset: Final = click.argument("dataset", required=False, shell_complete=_complete_dataset)
 trust_directory: Final = click.option(
     "--trust-directory", is_flag=True,
     help="Use all servers that a directory (file:, dns+http:, registry+http:) lists; they receive the token. By "
     "default, servers on other machines require an https:// URL and --ca.",
 )  # fmt: skip
-as_json: Final = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+interval: Final = click.option(
+    "-i", "--interval", type=click.FloatRange(0.5, 60), default=1.0, show_default=True, metavar="SECONDS",
+    help="Seconds between refreshes, if the output is refreshed.",
+)  # fmt: skip
+reverse: Final = click.option("-r", "--reverse", is_flag=True, help="Reverse the order of the rows.")
 
 shuffle: Final = click.option("--shuffle", is_flag=True, help="Shuffle the samples in each epoch.")
 collate: Final = click.option(
@@ -49,7 +115,13 @@ seed: Final = click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of the order and of random augmentation."
 )
 epoch: Final = click.option(
-    "--epoch", type=click.IntRange(0), default=0, show_default=True, metavar="E", help="Epoch number, starting at 0."
+    "-e",
+    "--epoch",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    metavar="E",
+    help="Epoch number, starting at 0.",
 )
 rank: Final = click.option(
     "--rank", type=int, default=0, show_default=True, metavar="R", help="Rank of the training process."
@@ -123,10 +195,22 @@ def of_lengths(command: _Command) -> _Command:
     return cast("_Command", with_options)
 
 
+def sort(*titles: str) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds the option ``--sort``.
+
+    Args:
+        titles: Titles of columns that the help names as examples.
+    """
+    return click.option(
+        "-s", "--sort", metavar="COLUMN", help="Title of the column that determines the order, such as "
+        f"{' or '.join(titles)}. Numbers are in descending order.",
+    )  # fmt: skip
+
+
 def batch_size(default: int) -> Callable[[_Command], _Command]:
     """Return a decorator that adds the ``--batch-size`` option with the given default."""
     return click.option(
-        "--batch-size", type=int, default=default, show_default=True, metavar="B", help="Samples per batch."
+        "-b", "--batch-size", type=int, default=default, show_default=True, metavar="B", help="Samples per batch."
     )
 
 

@@ -50,9 +50,9 @@ def _show_batch(frame: Frame, dataset: RemoteDataset, console: Console) -> None:
     padding = f", with {counted(frame.padding, 'repeated sample')} at its end" if frame.padding else ""
     console.print(Text(printable(f"{where}, {size(frame.nbytes)}{padding}")), soft_wrap=True)
     columns = (
-        Column("part", lambda part: part.path, is_words=True),
-        Column("type", lambda part: part.type, is_words=True),
-        Column("shape", lambda part: "" if part.shape is None else str(part.shape), is_words=True),
-        Column("values", lambda part: part.value, is_words=True),
+        Column("part", lambda part: part.path, least=20, is_name=True),
+        Column("type", lambda part: part.type, least=12),
+        Column("shape", lambda part: "" if part.shape is None else str(part.shape), least=10),
+        Column("values", lambda part: part.value, least=10),
     )
     console.print(table(columns, summarize(frame.content), console.width))

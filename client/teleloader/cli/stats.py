@@ -8,19 +8,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from teleloader.api.credentials import Credentials
 from teleloader.cli.aggregate import merged
-from teleloader.cli.showing import PIPE_WIDTH, Column, print_json, results_console, shortened, table
+from teleloader.cli.showing import Column, figure, print_json, results_console, table
 from teleloader.fleet.servers import Servers
 from teleloader.transport.interface import BatchServer
 from teleloader.transport.selection import server_at
@@ -45,11 +44,8 @@ TIMEOUT: Final = 10.0
 """Seconds to wait for a server's response."""
 MAX_REQUESTS: Final = 32
 """Maximum number of concurrent requests."""
-WIDE: Final = 100
 VERY_WIDE: Final = 140
-"""Screen widths, in characters, from which tables include less important columns."""
-NAME_ROOM: Final = ((PIPE_WIDTH, PIPE_WIDTH), (180, 60), (VERY_WIDE, 32), (WIDE, 24), (0, 18))
-"""Pairs of a minimum screen width and the maximum length of a consumer's name, in characters."""
+"""Screen width, in characters, from which the durations of stages include the 99th percentile."""
 MAX_SENTENCES: Final = 5
 """Maximum number of diagnoses in the output."""
 MAX_STAGES: Final = 8
@@ -90,7 +86,7 @@ def record_of(kind: type[_Record], value: Any, url: str) -> _Record:
         raise ProtocolError(
             f"invalid statistics from {url}: missing fields of {kind.__name__}: {', '.join(sorted(missing))}. Check "
             f"that {url} is the URL of a loader server, and install the same release of teleloader on both sides; "
-            "--json shows the response"
+            "--output json shows the response"
         )
     return kind(**{name: _read(hint, value.get(name), url) for name, hint in hints.items()})
 
@@ -153,6 +149,11 @@ class Source:
             raise _failure(readings)
         return readings
 
+    @property
+    def problems(self) -> Sequence[str]:
+        """Problems of the directory that lists the servers, such as servers that the client must not use."""
+        return self._servers.problems
+
     def as_json(self, readings: Sequence[Reading]) -> Any:
         """Return the response of a single server, or the total and the responses of several servers, as JSON values."""
         if self._is_single:
@@ -164,14 +165,12 @@ class Source:
             }
             for url, response, stats in readings
         ]
-        return {"total": asdict(self._total(readings)), "servers": responses, "problems": self._servers.problems}
+        return {"total": asdict(self._total(readings)), "servers": responses, "problems": self.problems}
 
     def shown(self, readings: Sequence[Reading], width: int) -> Group:
         """Render the statistics for a terminal of `width` characters."""
         found = self._total(readings)
-        return (
-            shown(found, width) if self._is_single else shown_together(readings, self._servers.problems, found, width)
-        )
+        return shown(found, width) if self._is_single else shown_together(readings, self.problems, found, width)
 
     def _total(self, readings: Sequence[Reading]) -> Stats:
         found = total(readings)
@@ -184,6 +183,8 @@ class Source:
 
 def read_all(servers: Sequence[BatchServer], limit: int) -> list[Reading]:
     """Request the statistics of servers concurrently."""
+    if len(servers) == 1:  # Ctrl-C interrupts a request of this thread, but not those of others
+        return [_read_one(servers[0], limit)]
     with ThreadPoolExecutor(MAX_REQUESTS) as threads:
         return list(threads.map(partial(_read_one, limit=limit), servers))
 
@@ -232,10 +233,10 @@ def watch(source: Source, interval: float, *, as_json: bool) -> None:
     during a restart, the request is retried.
     """
     console = results_console()
-    if as_json or not console.is_terminal:
-        for found in _every(interval, source):
+    if as_json or not console.is_interactive:
+        for found in every(interval, source):
             if as_json:
-                print_json({"error": str(found)} if isinstance(found, TeleloaderError) else source.as_json(found))
+                print_json(error_json(found) if isinstance(found, ServerUnavailable) else source.as_json(found))
             else:
                 console.print(_view(found, console, source), Text())
                 sys.stdout.flush()
@@ -243,11 +244,12 @@ def watch(source: Source, interval: float, *, as_json: bool) -> None:
     with Live(
         Text("connecting ..."), console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
     ) as live:
-        for found in _every(interval, source):
+        for found in every(interval, source):
             live.update(_view(found, console, source), refresh=True)
 
 
-def _every(interval: float, source: Source) -> Iterator[list[Reading] | TeleloaderError]:
+def every(interval: float, source: Source) -> Iterator[list[Reading] | ServerUnavailable]:
+    """Request the statistics of servers every `interval` seconds; yield them, or the error if no server responds."""
     while True:
         began = time.monotonic()
         try:
@@ -257,10 +259,18 @@ def _every(interval: float, source: Source) -> Iterator[list[Reading] | Teleload
         time.sleep(max(0.0, interval - (time.monotonic() - began)))
 
 
-def _view(found: list[Reading] | TeleloaderError, console: Console, source: Source) -> RenderableType:
-    if isinstance(found, TeleloaderError):
-        return Text(f"{printable(str(found))}\nretrying", style="bold red")
-    return source.shown(found, console.width)
+def _view(found: list[Reading] | ServerUnavailable, console: Console, source: Source) -> RenderableType:
+    return unavailable(found) if isinstance(found, ServerUnavailable) else source.shown(found, console.width)
+
+
+def unavailable(error: ServerUnavailable) -> Text:
+    """Return the text that is shown while no server responds."""
+    return Text(f"{printable(str(error))}\nretrying", style="bold red")
+
+
+def error_json(error: ServerUnavailable) -> dict[str, str]:
+    """Return the JSON value that is printed while no server responds."""
+    return {"error": str(error)}
 
 
 # -- output
@@ -292,27 +302,27 @@ def shown_together(readings: Sequence[Reading], problems: Sequence[str], stats: 
     return _page(stats, headlines, servers_table(sorted(rows, key=itemgetter(0)), width), width, notes)
 
 
-def _page(stats: Stats, headline: Sequence[Text], middle: Table, width: int, notes: Sequence[Text] = ()) -> Group:
+def _page(stats: Stats, headline: Sequence[Text], middle: Group, width: int, notes: Sequence[Text] = ()) -> Group:
     parts: list[RenderableType] = [*headline, Text(), *sentences(stats), *notes, Text()]
     if stats.consumers:
-        parts += [consumers_table(stats.consumers, width), *_omitted(stats), Text()]
+        parts += [consumers_table(stats, width), Text()]
     parts += [middle, Text(), datasets_table(stats.datasets, width), *_errors(stats)]
     return Group(*parts)
 
 
-def servers_table(servers: Sequence[tuple[str, ServerStats]], width: int) -> Table:
+def servers_table(servers: Sequence[tuple[str, ServerStats]], width: int) -> Group:
     """Create a table of servers by URL, with their load."""
     columns = (
-        Column("server", lambda row: row[0], is_words=True),
-        Column("workers", lambda row: f"{row[1].num_workers}"),
-        Column("load", lambda row: _workers(row[1].load)),
-        Column("demand", lambda row: _workers(row[1].demand)),
+        Column("server", lambda row: row[0], least=24),
+        Column("workers", lambda row: f"{row[1].num_workers}", rank=2),
+        Column("load", lambda row: _workers(row[1].load), rank=1),
+        Column("demand", lambda row: _workers(row[1].demand), rank=3),
         Column("batches/s", lambda row: number(row[1].batches_per_second)),
-        Column("bytes/s", lambda row: size(row[1].bytes_per_second)),
+        Column("bytes/s", lambda row: size(row[1].bytes_per_second), rank=4),
         Column("CPUs", lambda row: f"{row[1].cpu:.1f} of {row[1].cpus}"),
-        Column("memory", lambda row: size(row[1].pss), from_width=WIDE),
-        Column("restarts", lambda row: f"{row[1].worker_restarts}", from_width=WIDE),
-        Column("state", lambda row: _state(row[1]), is_words=True),
+        Column("memory", lambda row: size(row[1].pss), rank=6),
+        Column("restarts", lambda row: f"{row[1].worker_restarts}", rank=5),
+        Column("state", lambda row: _state(row[1]), least=9),
     )
     return table(columns, servers, width)
 
@@ -338,7 +348,7 @@ def _headline(server: ServerStats) -> list[Text]:
 def _figures(server: ServerStats) -> Text:
     demand = "" if server.demand is None else f"; demand {_workers(server.demand)} workers"
     return Text(
-        f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s; "
+        f"{number(server.batches_per_second)} batches/s, {size(server.bytes_per_second)}/s sent; "
         f"{server.cpu:.1f} of {counted(server.cpus, 'CPU')}; batch memory {size(server.memory_used)} of "
         f"{size(server.memory_budget)}, all processes {size(server.pss)}{demand}"
     )
@@ -349,28 +359,34 @@ def sentences(stats: Stats) -> list[Text]:
     if not stats.consumers:
         return [Text("No client has requested batches recently.", style="dim")]
     order = list(STYLES)
-    by_need = sorted(stats.consumers, key=lambda consumer: order.index(_bottleneck(consumer.diagnosis)))
-    found = [sentence(printable(label(consumer)), consumer.diagnosis) for consumer in by_need[:MAX_SENTENCES]]
+    by_need = sorted(
+        stats.consumers, key=lambda consumer: (bool(consumer.finished), order.index(_bottleneck(consumer.diagnosis)))
+    )
+    found = [sentence(printable(label(one)), one.diagnosis, one.finished) for one in by_need[:MAX_SENTENCES]]
     if stats.consumers_total > len(found):
         found.append(Text(f"... and {counted(stats.consumers_total - len(found), 'more consumer')}", style="dim"))
     return found
 
 
 def label(consumer: ConsumerStats) -> str:
-    """Return the display name of a consumer, with its token name if the server requires tokens.
+    """Return the display name of a consumer: its run, its name, and its token name if the server requires tokens.
 
     Clients choose their names, so consumers with different tokens can have the same name.
     """
+    return _name(consumer) if consumer.run is None else f"{consumer.run}, {_name(consumer)}"
+
+
+def _name(consumer: ConsumerStats) -> str:
     return consumer.consumer if consumer.token == "anyone" else f"{consumer.consumer} ({consumer.token})"  # noqa: S105
 
 
-def _styled(diagnosis: Diagnosis) -> Text:
-    return Text(bottleneck_words(diagnosis), STYLES[_bottleneck(diagnosis)])
+def _styled(diagnosis: Diagnosis, finished: bool | None) -> Text:
+    return Text("finished" if finished else bottleneck_words(diagnosis), STYLES[_bottleneck(diagnosis)])
 
 
-def sentence(name: str, diagnosis: Diagnosis) -> Text:
+def sentence(name: str, diagnosis: Diagnosis, finished: bool | None = None) -> Text:
     """Format the diagnosis of a consumer as one line: name, bottleneck and recommended change."""
-    return Text.assemble(f"{name}: ", _styled(diagnosis), f". {printable(diagnosis.advice)}")
+    return Text.assemble(f"{name}: ", _styled(diagnosis, finished), f". {printable(diagnosis.advice)}")
 
 
 def bottleneck_words(diagnosis: Diagnosis) -> str:
@@ -383,25 +399,33 @@ def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:
     return diagnosis.bottleneck if diagnosis.bottleneck in STYLES else "unknown"
 
 
-def consumers_table(consumers: list[ConsumerStats], width: int) -> Table:
+CONSUMER_COLUMNS: Final = (
+    Column("run", lambda found: found.run or "-", least=12, rank=2, is_name=True),
+    Column("consumer", lambda found: _name(found), least=18, is_name=True),
+    Column("dataset", attrgetter("dataset"), least=12, is_name=True),
+    Column("rank", lambda found: f"{found.rank}/{found.world_size}", attrgetter("rank"), rank=6),
+    figure("epoch", "epoch", rank=1),
+    Column("", lambda found: _bar(found), rank=7),
+    Column("progress", lambda found: _progress(found), lambda found: _fraction(found)),
+    figure("batches/s", "batches_per_second", number),
+    figure("bytes/s", "bytes_per_second", size, rank=5),
+    Column("waits", lambda found: share(_waits(found)), lambda found: _waits(found)),
+    Column(
+        "bottleneck",
+        lambda found: _styled(found.diagnosis, found.finished),
+        lambda found: list(STYLES).index(_bottleneck(found.diagnosis)),
+        least=14,
+    ),
+    figure("sent", "bytes_sent", size, rank=8),
+    figure("reconnects", "reconnects", "{:,}".format, rank=9),
+    figure("hedges", "hedges", "{:,}".format, rank=10),
+)
+"""Columns of the table of consumers."""
+
+
+def consumers_table(stats: Stats, width: int) -> Group:
     """Create a table of consumers, with their epoch progress and their bottlenecks."""
-    room = next(room for least, room in NAME_ROOM if width >= least)
-    columns = (
-        Column("consumer", lambda found: shortened(label(found), room), is_words=True),
-        Column("dataset", lambda found: found.dataset, is_words=True, from_width=WIDE),
-        Column("rank", lambda found: f"{found.rank}/{found.world_size}", from_width=WIDE),
-        Column("epoch", lambda found: f"{found.epoch}"),
-        Column("progress", _bar, is_words=True),
-        Column("", _progress),
-        Column("batches/s", lambda found: number(found.batches_per_second)),
-        Column("bytes/s", lambda found: size(found.bytes_per_second)),
-        Column("waits", _waits),
-        Column("bottleneck", lambda found: _styled(found.diagnosis), is_words=True),
-        Column("sent", lambda found: size(found.bytes_sent), from_width=VERY_WIDE),
-        Column("reconnects", lambda found: _or_dash(found.reconnects), from_width=VERY_WIDE),
-        Column("hedges", lambda found: _or_dash(found.hedges), from_width=VERY_WIDE),
-    )
-    return table(columns, consumers, width)
+    return table(CONSUMER_COLUMNS, stats.consumers, width, _omitted(stats))
 
 
 def _bar(found: ConsumerStats) -> ProgressBar | str:
@@ -411,15 +435,16 @@ def _bar(found: ConsumerStats) -> ProgressBar | str:
 
 
 def _progress(found: ConsumerStats) -> str:
-    return f"{found.position:,}" if found.batches is None else share(found.position / max(1, found.batches))
+    fraction = _fraction(found)
+    return f"{found.position:,}" if fraction is None else share(fraction)
 
 
-def _waits(found: ConsumerStats) -> str:
-    return share(found.starved_fraction if found.data_wait_fraction is None else found.data_wait_fraction)
+def _fraction(found: ConsumerStats) -> float | None:
+    return None if found.batches is None else found.position / max(1, found.batches)
 
 
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+def _waits(found: ConsumerStats) -> float:
+    return found.starved_fraction if found.data_wait_fraction is None else found.data_wait_fraction
 
 
 def _omitted(stats: Stats) -> list[Text]:
@@ -427,39 +452,65 @@ def _omitted(stats: Stats) -> list[Text]:
     return [Text(f"... and {more:,} more; use --limit to show more", style="dim")] if more > 0 else []
 
 
-def workers_table(workers: list[WorkerStats], width: int) -> Table:
+WORKER_COLUMNS: Final = (
+    figure("worker", "worker"),
+    figure("pid", "pid", rank=4),
+    Column("state", lambda found: Text(found.state, _STATES.get(found.state, "")), least=8),
+    Column("current task", lambda found: found.current_task or "-", least=20, rank=1),
+    figure("for", "current_task_seconds", seconds, rank=2),
+    figure("busy", "busy_fraction", share),
+    figure("batches", "batches", "{:,}".format, rank=3),
+    figure("restarts", "restarts", lambda count: _alarming(count)),
+    figure("memory", "pss", size),
+    Column("last exit", lambda found: found.last_exit or "-", least=20, rank=5, is_name=True),
+)
+"""Columns of the table of workers."""
+
+
+def workers_table(workers: Sequence[WorkerStats], width: int) -> Group:
     """Create a table of workers, with their states and current tasks."""
-    columns = (
-        Column("worker", lambda found: f"{found.worker}"),
-        Column("pid", lambda found: "-" if found.pid is None else f"{found.pid}", from_width=WIDE),
-        Column("state", lambda found: Text(found.state, _STATES.get(found.state, "")), is_words=True),
-        Column("current_task", lambda found: found.current_task or "-", is_words=True),
-        Column("for", lambda found: "-" if found.current_task_seconds is None else seconds(found.current_task_seconds)),
-        Column("busy", lambda found: share(found.busy_fraction)),
-        Column("batches", lambda found: f"{found.batches:,}"),
-        Column("restarts", lambda found: Text(f"{found.restarts}", "bold red" if found.restarts else "")),
-        Column("memory", lambda found: size(found.pss)),
-        Column("last exit", lambda found: found.last_exit or "-", is_words=True, from_width=WIDE),
-    )
-    return table(columns, workers, width)
+    return table(WORKER_COLUMNS, workers, width)
 
 
-def datasets_table(datasets: list[DatasetStats], width: int) -> Table:
-    """Create a table of datasets, with the durations of the loading stages."""
+def datasets_columns(datasets: Sequence[DatasetStats], width: int) -> tuple[Column, ...]:
+    """Return the columns of the table of datasets: one per loading stage, among others."""
     wide = width >= VERY_WIDE
-    stages = list(datasets[0].stages)[:MAX_STAGES] if datasets else []
-    columns = (
-        Column("dataset", lambda found: found.dataset, is_words=True),
-        Column("samples", lambda found: "-" if found.length is None else f"{found.length:,}", from_width=WIDE),
-        Column("samples/s", lambda found: number(found.samples_per_second)),
-        *(Column(stage, partial(_stage_latency, stage, wide=wide)) for stage in stages),
-        Column("computed", lambda found: f"{found.batches_computed:,}", from_width=WIDE),
-        Column("failed", lambda found: Text(f"{found.batches_failed:,}", "bold red" if found.batches_failed else "")),
+    return (
+        Column("dataset", attrgetter("dataset"), least=18, is_name=True),
+        Column("kind", attrgetter("kind"), least=8, rank=5),
+        figure("samples", "length", "{:,}".format, rank=3),
+        figure("samples/s", "samples_per_second", number),
+        *(
+            Column(stage, partial(_stage_latency, stage, wide=wide), partial(_stage_p95, stage), rank=1)
+            for stage in _stages(datasets)
+        ),
+        figure("computed", "batches_computed", "{:,}".format, rank=4),
+        figure("failed", "batches_failed", lambda count: _alarming(count)),
     )
-    made = table(columns, datasets, width)
-    made.caption = Text(printable(f"{', '.join(stages)}: time per batch, p50 / p95{' / p99' if wide else ''}"))
-    made.caption_justify = "left"
-    return made
+
+
+def datasets_table(datasets: Sequence[DatasetStats], width: int) -> Group:
+    """Create a table of datasets, with the durations of the loading stages."""
+    return Group(table(datasets_columns(datasets, width), datasets, width), stages_legend(datasets, width))
+
+
+def stages_legend(datasets: Sequence[DatasetStats], width: int) -> Text:
+    """Return the explanation of the columns for the loading stages."""
+    quantiles = "p50 / p95 / p99" if width >= VERY_WIDE else "p50 / p95"
+    return Text(printable(f"{', '.join(_stages(datasets))}: time per batch, {quantiles}"), "dim italic")
+
+
+def _stages(datasets: Sequence[DatasetStats]) -> list[str]:
+    return list(datasets[0].stages)[:MAX_STAGES] if datasets else []
+
+
+def _alarming(count: int) -> Text:
+    return Text(f"{count:,}", "bold red" if count else "")
+
+
+def _stage_p95(stage: str, dataset: DatasetStats) -> float | None:
+    found = dataset.stages.get(stage)
+    return found.p95 if found is not None and found.count else None
 
 
 def _stage_latency(stage: str, dataset: DatasetStats, *, wide: bool) -> str:

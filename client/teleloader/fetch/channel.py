@@ -76,6 +76,10 @@ class Announcement(NamedTuple):
     epoch: int
     batch: int
     """Number of the first batch."""
+    stop: int
+    """End of the epoch, as far as known; with `max_tokens` or `packing`, its computation takes seconds."""
+    longest: int | None
+    """See `Progress.longest`."""
     keeps_dataset: bool
     """See `Progress.keeps_dataset`."""
     continues_dataset: bool

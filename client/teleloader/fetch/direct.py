@@ -190,7 +190,7 @@ class DirectReceiver:
         seeded: bool,
         pinned: HostBuffers | None,
     ) -> None:
-        self.scheduler = scheduler
+        self.scheduler = self.requests = scheduler
         self.measures = measures
         self._epoch = dataset.loader.begin(spec, epoch, seeded=seeded, torch=output == "torch")
         self._batch_id = BatchId(spec.key, epoch, 0)

@@ -66,6 +66,8 @@ class FetchOptions:
     """Creates the spans of the requests; None if tracing is disabled."""
     keeps_bytes: bool = False
     """True to store the encoded frames, for the other members of a model-parallel group."""
+    compute_stop: Callable[[], int] | None = None
+    """Computes the end of the epoch, which may take seconds; None if the scheduler knows it."""
 
     def of_group(self, number: int, groups: int) -> FetchOptions:
         """Return the options for one of the groups of shards, which has a session of its own (`group_spec`)."""
@@ -141,6 +143,8 @@ class Fetcher:
         self._reorder_buffer = reorder_buffer
         self._failed = failed
         self._is_registered = is_registered
+        self._compute_stop = options.compute_stop if number == 0 else None
+        """Computes the end of the epoch; None if it is known, or another thread computes it."""
         has_shards = reorder_buffer.scheduler.has_shards
         self._shards = DeliveredShards(options.spec, options.epoch, options.previous_states) if has_shards else None
         """Record of delivered batches, from which a server restores an evicted session; None for map-style datasets."""
@@ -283,8 +287,7 @@ class Fetcher:
             self._reorder_buffer.sleep(FAILED_COOLDOWN_S)  # other servers are available: retry this one later
 
     def _receive_connected(self) -> None:
-        if not self._is_registered:
-            self._register()
+        self._begin()
         while not self._is_done:
             self._send_requests()
             if not self._in_flight:
@@ -342,6 +345,15 @@ class Fetcher:
         self._close(connection)
         self._in_flight[0] = (self._send(self._connect(), wanted), wanted)
         return None
+
+    def _begin(self) -> None:
+        """Register the loader, and compute the end of the epoch, unless this was done before."""
+        if not self._is_registered:
+            self._register()
+        if self._compute_stop is not None:
+            with self._control_request():
+                self._reorder_buffer.set_end(self._compute_stop())
+            self._compute_stop = None
 
     def _register(self) -> None:
         server = self._servers[0]

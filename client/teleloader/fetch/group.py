@@ -50,6 +50,8 @@ class GroupReceiver(ABC):
         self, channel: Channel, key: str, scheduler: RangeScheduler, measures: Measures, max_batch_bytes: int
     ) -> None:
         self.key = key
+        self.requests = scheduler
+        """Scheduler of the requests to servers; that of the broadcasts on members, which send no requests."""
         self.reorder_buffer = ReorderBuffer(
             scheduler, [""], measures, MEMORY_LIMIT_FACTOR * max_batch_bytes, complete=True, stays=False
         )
@@ -118,6 +120,7 @@ class LeaderReceiver(GroupReceiver):
     def __init__(self, channel: Channel, receiver: Receiver, scheduler: RangeScheduler, max_batch_bytes: int) -> None:
         super().__init__(channel, receiver.key, scheduler, receiver.reorder_buffer.measures, max_batch_bytes)
         self._receiver = receiver
+        self.requests = receiver.requests
 
     def close(self, why: BaseException | None = None) -> None:
         """Stop fetching batches, and end the iteration on the other ranks."""

@@ -19,6 +19,7 @@ from teleloader.errors import exception_of
 from teleloader.fetch.direct import DirectDataset, DirectReceiver, DirectStager, Raised
 from teleloader.fetch.group import GroupReceiver
 from teleloader.fetch.length_check import LengthCheck
+from teleloader.fetch.progress import reporter
 from teleloader.fetch.receiver import Receiver
 from teleloader.fetch.reorder import Arrived, ReorderBuffer, timed_out
 from teleloader.fetch.scheduler import RangeScheduler
@@ -161,12 +162,18 @@ class Iteration:
     # attributes instead of properties: next() reads them ten times for each batch
     reorder_buffer: ReorderBuffer | DirectReceiver = field(init=False)
     scheduler: RangeScheduler = field(init=False)
+    requests: RangeScheduler = field(init=False)
     measures: Measures = field(init=False)
+    middle: int = field(init=False)
+    """Number of the batch after which the next epoch is prepared, if this takes long: at half of the epoch, so that a
+    training run that ends early prepares nothing in vain; -1 for other orders."""
 
     def __post_init__(self) -> None:
         self.reorder_buffer = self.receiver.reorder_buffer
         self.scheduler = self.reorder_buffer.scheduler
+        self.requests = self.receiver.requests
         self.measures = self.reorder_buffer.measures
+        self.middle = (self.progress.batch + self.scheduler.stop) // 2 if self.spec.is_prepared else -1
 
     def count_errors(self, batch_id: BatchId, substituted: Substituted) -> TooManyErrors | None:
         """Log and count the skipped and replaced samples of a batch; return an error if there are too many.
@@ -229,7 +236,7 @@ class Iteration:
             self.reorder_buffer.complete()
 
     def prefetch_next(self, left: int) -> None:
-        """Prefetch the next epoch, because all batches of this one are requested.
+        """Prefetch the next epoch, as far as the prefetch window has room besides the batches of this one.
 
         Args:
             left: Number of batches that the training loop has not received.
@@ -375,7 +382,7 @@ class LoaderIterator:
         """Release the batch's resources and count the batch; repeatable after an interruption."""
         number = delivery.frame.batch_id.batch
         current.reorder_buffer.take(number)
-        if current.next_epoch is not None and current.scheduler.requested_all:
+        if current.next_epoch is not None and (current.requests.requested_all or number == current.middle):
             current.prefetch_next(current.scheduler.stop - number - 1)
         if current.stager is not None:
             current.stager.discard(delivery.frame)
@@ -507,7 +514,7 @@ class LoaderIterator:
         if current.lists is not None and current.lists.error is not None:
             raise current.lists.error  # at each call: StopIteration would look like the end of the epoch
         current.progress.finished = True
-        current.measures.end()
+        current.measures.finish()
         if not current.stays and self._finalizer is not None:
             self._finalizer()
         if current.length_check is not None:
@@ -570,6 +577,7 @@ def _leave() -> None:
         with suppress(Exception):  # a failure must not keep the other iterations open
             iteration.receiver.close(SystemExit())
             _end(iteration)
+    reporter.flush()
 
 
 _of_parent: list[Iteration] = []

@@ -9,6 +9,7 @@ from typing import Final
 
 from teleloader.dataset import RemoteDataset
 from teleloader.fetch.fetcher import Fetcher, FetchOptions
+from teleloader.fetch.progress import Consumer, Target, reporter
 from teleloader.fetch.reorder import ReorderBuffer
 from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.fleet.servers import nearest
@@ -55,10 +56,14 @@ class Receiver:
         stays: bool,
     ) -> None:
         self.key = options.key
+        self.requests = scheduler
+        """Scheduler of the requests to servers."""
         self._options = options
         self._servers = dataset.servers
         self._subset = replace(options.spec, fingerprint=None).key
         """Key that selects the loader's servers in a large fleet."""
+        self._registrations: list[tuple[set[BatchServer], str]] = []
+        """Of each fetcher, the servers with which the loader was registered, and its key there."""
         self._lock = threading.RLock()
         """Held while servers join and leave; reentrant, because a finalizer in its thread may call `close`."""
         # a shard is iterated by a worker of one server: whole shards are divided among the servers
@@ -69,7 +74,7 @@ class Receiver:
             [server.url for server in group],
             measures,
             MEMORY_LIMIT_FACTOR * options.max_batch_bytes,
-            complete=options.spec.order != "client",
+            complete=options.spec.order != "client" and options.compute_stop is None,
             stays=stays,
         )
         with self.reorder_buffer.changed:  # the scheduler must know all servers before the first request
@@ -85,7 +90,18 @@ class Receiver:
             """Fetchers of the servers that are requested batches, by URL; one fetcher if the dataset has shards."""
             self.follow(self._servers.known)
         if not scheduler.is_background:
-            self._servers.follow(self)
+            self._begin_following()
+
+    def _begin_following(self) -> None:
+        """Follow the list of servers, and report the training loop's progress to them."""
+        self._servers.follow(self)
+        options, registrations = self._options, self._registrations
+
+        def targets() -> list[Target]:  # without a reference to this object
+            return list({(server, key) for servers, key in registrations for server in servers.copy()})
+
+        consumer = Consumer(options.consumer, options.epoch, self.reorder_buffer.measures, targets)
+        reporter.follow(self, consumer)
 
     def follow(self, servers: Sequence[BatchServer]) -> None:
         """Request batches from these servers from now on; pending responses of other servers are still received."""
@@ -127,7 +143,11 @@ class Receiver:
         self, number: int, servers: list[BatchServer], groups: int = 1, *, is_registered: bool = False
     ) -> Fetcher:
         options = self._options if groups == 1 else self._options.of_group(number, groups)
-        return Fetcher(number, servers, options, self.reorder_buffer, self._servers.failed, is_registered=is_registered)
+        fetcher = Fetcher(
+            number, servers, options, self.reorder_buffer, self._servers.failed, is_registered=is_registered
+        )
+        self._registrations.append((fetcher.registered_at, fetcher.key))
+        return fetcher
 
     def begin(self) -> bool:
         """Receive with normal priority from now on, because the training loop starts the epoch.
@@ -136,6 +156,8 @@ class Receiver:
             False if prefetching the epoch has failed; the receiver must be closed.
         """
         buffer = self.reorder_buffer
+        if not buffer.await_end():
+            return False
         with buffer.lock:
             if not buffer.begin():
                 return False
@@ -143,7 +165,7 @@ class Receiver:
                 fetcher.expedite()
         buffer.measures.begin()
         self.follow(self._servers.known)
-        self._servers.follow(self)
+        self._begin_following()
         return True
 
     def close(self, why: BaseException | None = None) -> None:
@@ -153,6 +175,7 @@ class Receiver:
             why: Exception to raise in threads that wait for a batch; None for a `TeleloaderError`.
         """
         self._servers.unfollow(self)
+        reporter.unfollow(self)
         self.reorder_buffer.close(why)
         with self._lock:
             fetchers = list(self._fetchers)

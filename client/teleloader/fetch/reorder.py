@@ -29,7 +29,7 @@ BROKEN: Final = (TransportError, CorruptFrame, UnknownLoader, ServerUnavailable)
 
 
 POLL_INTERVAL: Final = 0.005
-"""Seconds between checks in `ReorderBuffer.receive`."""
+"""Seconds between checks in `ReorderBuffer.receive` and `ReorderBuffer.await_end`."""
 SIGNAL_INTERVAL: Final = 0.5
 """Maximum length of one wait, in seconds: a signal that arrives while CPython begins to wait does not end that wait."""
 
@@ -52,8 +52,8 @@ class ReorderBuffer:
         urls: URLs of the servers.
         measures: Counters of received batches.
         memory_limit: Maximum memory of buffered batches, in bytes; beyond it, requests are paused.
-        complete: Whether the end of the epoch is known or reported by a server; if False, the method `complete`
-            declares it.
+        complete: Whether the end of the epoch is known or reported by a server; if False, the method `complete` or
+            `set_end` declares it.
         stays: Whether to keep the receiving threads until `close`, even if all batches have arrived.
     """
 
@@ -238,6 +238,14 @@ class ReorderBuffer:
             self._complete = True
             self.changed.notify_all()
 
+    def await_end(self) -> bool:
+        """Wait until the end of the epoch is known; return False if the iteration has failed before."""
+        while not self._complete:
+            if self._error is not None or self.closed is not None:
+                return False
+            time.sleep(POLL_INTERVAL)  # waiting on the condition could leave the lock locked, see `_await_batch`
+        return True
+
     def close(self, why: BaseException | None = None) -> None:
         """Discard all batches and stop the receiving threads.
 
@@ -292,6 +300,15 @@ class ReorderBuffer:
             self._wake()
 
     # -- in the threads that receive
+
+    def set_end(self, stop: int) -> None:
+        """Set the end of an epoch that was not known when its prefetching began."""
+        with self.changed:
+            self.scheduler.extend(stop)
+            self._complete = True
+            self.changed.notify_all()
+            if self.is_over():
+                self._end()
 
     def is_over(self) -> bool:
         """Return True if no further batches will be received: at the end of the epoch, after an error or `close`."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from teleloader_server.auth.file_watch import FileWatch
 from teleloader_server.config import ConfigError
+
+_PEM: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_VERSION: Final = 0xA0
+"""Tag of the first field of a certificate, which is optional."""
+_UTC_TIME: Final = 0x17
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +101,38 @@ class TlsFiles:
         )
 
 
+def expiry_of(certfile: Path) -> float | None:
+    """Return the time at which the first certificate of a PEM file expires, in seconds since 1970; None if unreadable.
+
+    The standard library returns the fields of a certificate only for a connected peer.
+    """
+    try:
+        pem = _PEM.search(certfile.read_text(errors="replace"))
+        certificate = ssl.PEM_cert_to_DER_cert(pem[0]) if pem else b""
+        (_, body), *_ = _elements(_elements(certificate)[0][1])  # TBSCertificate (RFC 5280, 4.1)
+        fields = [content for tag, content in _elements(body) if tag != _VERSION]
+        _, (tag, not_after) = _elements(fields[3])  # after serial number, signature algorithm and issuer
+        text = not_after.decode()
+        if tag == _UTC_TIME:
+            text = ("20" if text < "50" else "19") + text
+        return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _elements(der: bytes) -> list[tuple[int, bytes]]:
+    """Return tag and content of the DER elements that follow each other in `der`."""
+    found = []
+    while der:
+        tag, size, start = der[0], der[1], 2
+        if size >= 0x80:  # the length takes the number of bytes that the lower bits state
+            start += size & 0x7F
+            size = int.from_bytes(der[2:start])
+        found.append((tag, der[start : start + size]))
+        der = der[start + size :]
+    return found
+
+
 class ClientTls:
     """TLS contexts for connections to other servers of a fleet, which verify the other server.
 
@@ -132,6 +171,8 @@ class Renewal:
         self._files = files
         self._context = context
         self._watch = FileWatch(*files.paths())
+        self.expires = expiry_of(files.certfile)
+        """Time at which the loaded certificate expires, in seconds since 1970; None if it cannot be read."""
 
     def reload_if_changed(self) -> None:
         """Reload certificate and key if their files changed; keep the current certificate if the files are invalid."""
@@ -142,6 +183,7 @@ class Renewal:
             if self._watch.has_changed():
                 return
             self._files.load(self._context)
+            self.expires = expiry_of(self._files.certfile)
         except ConfigError as error:
             logger.error("certificate reload failed, keeping the previous certificate: %s", error)
             return

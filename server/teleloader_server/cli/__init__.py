@@ -5,27 +5,21 @@ from __future__ import annotations
 import os
 import sys
 
+from teleloader_shared.exit_codes import quiet_exits
+
 
 def main() -> None:
     """Run the command ``teleloader-server``; exit with an installation hint if a required package is missing."""
     _open_standard_streams()
-    try:
-        if sys.argv[1:2] == ["token"]:  # first: this command needs none of the server's slow imports
-            from teleloader_server.cli.token_commands import token
-
-            token(sys.argv[2:], prog_name="teleloader-server token")
-        if sys.argv[1:2] == ["ray"]:
-            from teleloader_server.ray.commands import commands
-
-            commands(sys.argv[2:], prog_name="teleloader-server ray")
-        from teleloader_server.cli.commands import check, server
-    except ModuleNotFoundError as error:
-        extra = "ray" if sys.argv[1:2] == ["ray"] else "server"
-        sys.exit(f"teleloader-server requires {error.name}, which is not installed: pip install 'teleloader[{extra}]'")
-    # not a click group: any other first argument is a dataset, which contains a colon
-    if sys.argv[1:2] == ["check"]:
-        check(sys.argv[2:], prog_name="teleloader-server check", auto_envvar_prefix="TELELOADER")
-    server(auto_envvar_prefix="TELELOADER")
+    with quiet_exits():
+        try:
+            from teleloader_server.cli.group import commands
+            from teleloader_shared.command_line import run
+        except ModuleNotFoundError as error:
+            sys.exit(
+                f"teleloader-server requires {error.name}, which is not installed: pip install 'teleloader[server]'"
+            )
+        run(commands, "teleloader-server")
 
 
 def _open_standard_streams() -> None:

@@ -26,6 +26,7 @@ from teleloader_server.auth.token_file import TOKENS_VARIABLE, TokenFile
 from teleloader_server.cli import check as checking
 from teleloader_server.cli.banner import log_start, show_banner
 from teleloader_server.cli.fleet import advertised_url, announcer, fleet_of, fleet_options
+from teleloader_server.cli.group import HostingCommand, complete_command
 from teleloader_server.cli.listener import Listener, bind_consecutive
 from teleloader_server.cli.reload import Reloader
 from teleloader_server.cli.several import run_several
@@ -39,7 +40,7 @@ from teleloader_server.config import (
     read_toml,
 )
 from teleloader_server.dispatch.service import LoaderService
-from teleloader_server.fleet.supervisor import EXIT_FAILED, EXIT_USAGE, STOP_SIGNAL
+from teleloader_server.fleet.supervisor import STOP_SIGNAL
 from teleloader_server.limits import (
     DEFAULT_BATCH_TIMEOUT,
     DEFAULT_LIMITS,
@@ -53,8 +54,9 @@ from teleloader_server.web.guard_manager import raise_file_limit
 from teleloader_server.workers.factory import ConfiguredPools
 from teleloader_server.workers.procfs import shortage
 from teleloader_server.workers.shared import SharedForkServer
+from teleloader_shared.command_line import CONTEXT, as_json, version_option
 from teleloader_shared.directory import MAX_PER_MACHINE, DirectoryAddress
-from teleloader_shared.version import VERSION
+from teleloader_shared.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 DEMO: Final = (
     DatasetConfig(name="digits-train", factory="teleloader_server.demo:digits_train", version="1"),
@@ -65,8 +67,6 @@ REPEAT_S: Final = 0.5
 
 timeout(1) sends each signal twice: to its child process, and to the process group.
 """
-EXIT_INTERRUPTED: Final = 130
-"""Exit status that a shell reports after Ctrl-C."""
 
 logger = logging.getLogger("teleloader_server")
 
@@ -139,12 +139,12 @@ def _dataset_arguments(command: _Command) -> _Command:
     """Add the arguments that select the datasets."""
     for option in (
         click.option(
-            "--config", type=click.Path(path_type=Path), is_eager=True, expose_value=True, callback=_from_file,
+            "-c", "--config", type=click.Path(path_type=Path), is_eager=True, expose_value=True, callback=_from_file,
             help="TOML file with a [server] table (the options of teleloader-server) and a [datasets.NAME] table for "
             "each dataset.",
         ),
         click.option("--demo", is_flag=True, help="Host the embedded dataset of handwritten digits."),
-        click.argument("datasets", nargs=-1, metavar="[DATASET]..."),
+        click.argument("datasets", nargs=-1, metavar="[DATASET]...", shell_complete=complete_command),
     ):  # fmt: skip
         command = option(command)
     return command
@@ -235,15 +235,15 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
     return configs
 
 
-_CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_CONTEXT: Final = {**CONTEXT, "auto_envvar_prefix": "TELELOADER"}
 
 
-@click.command(context_settings=_CONTEXT)
+@click.command(cls=HostingCommand, context_settings=_CONTEXT)
 @_dataset_arguments
 @_listener_options
 @click.option("--host", default=DEFAULT_HOST, show_default=True, help="IP address to listen on.")
 @click.option(
-    "--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535),
+    "-p", "--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535),
     help="Port to listen on; 0 selects a free one.",
 )  # fmt: skip
 @click.option(
@@ -253,7 +253,7 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
     "to each server.",
 )  # fmt: skip
 @click.option(
-    "--num-workers", default=default_num_workers, show_default="number of CPUs", type=click.IntRange(0, 1024),
+    "-n", "--num-workers", default=default_num_workers, show_default="number of CPUs", type=click.IntRange(0, 1024),
     help="Worker processes; 0 loads in the server's own process, for debugging.",
 )  # fmt: skip
 @click.option(
@@ -278,7 +278,8 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 )  # fmt: skip
 @click.option(
     "--max-worker-memory", default=0, show_default="never", type=Size(),
-    help="Replace a worker when its resident memory, including shared pages, exceeds this size.",
+    help="Replace a worker when its resident memory, including shared pages, exceeds this size. A shard of an "
+    "iterable-style dataset with a shuffle buffer fails instead.",
 )  # fmt: skip
 @click.option(
     "--limit", "limits", multiple=True, type=Limit(), metavar="NAME=VALUE",
@@ -307,7 +308,7 @@ _CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
     "--log-format", default="text", show_default=True, type=click.Choice(get_args(logs.Format)),
     help="Text lines, or one JSON object per line.",
 )  # fmt: skip
-@click.version_option(VERSION, prog_name="teleloader-server", allow_from_autoenv=False)
+@version_option("teleloader-server")
 def server(
     datasets: tuple[str, ...],
     demo: bool,
@@ -333,29 +334,25 @@ def server(
       teleloader-server imagenet=my_package.data:make_imagenet --num-workers 16
       teleloader-server --config loader.toml --host 10.0.0.5 --tokens tokens.toml
 
-    Clients on other machines authenticate with a token:
-
-    \b
-      teleloader-server token add trainer --file tokens.toml
-
-    Check a dataset before use: content of batches, speed, problems.
+    Check a dataset before use, and generate a token for clients on other machines:
 
     \b
       teleloader-server check my_package.data:train
+      teleloader-server token add trainer --file tokens.toml
 
     On the training machine:
 
     \b
       from teleloader import DataLoader, RemoteDataset
-      loader = DataLoader(RemoteDataset("http://cpu-box:8000", "train"), batch_size=256, shuffle=True)
+      dataset = RemoteDataset("http://cpu-box:8000", "train")
+      loader = DataLoader(dataset, batch_size=256, shuffle=True)
 
     A fleet of servers, which clients find in a registry or in a file:
 
     \b
       teleloader-server my_package.data:train --port 8000
-      teleloader-server my_package.data:train --port 8001 --announce registry+http://127.0.0.1:8000
-
-    A fleet on a Ray cluster: see teleloader-server ray --help.
+      teleloader-server my_package.data:train --port 8001 \\
+          --announce registry+http://127.0.0.1:8000
 
     Each option has an environment variable, such as TELELOADER_PORT=8000. The variable of --tokens is
     TELELOADER_SERVER_TOKENS; --token-file and --exit-with-parent have none. Only clients read TELELOADER_TOKEN and
@@ -392,7 +389,7 @@ def server(
 @click.command(context_settings=_CONTEXT)
 @_dataset_arguments
 @click.option(
-    "--batch-size", default=32, show_default=True, type=click.IntRange(1), metavar="B", help="Samples per batch."
+    "-b", "--batch-size", default=32, show_default=True, type=click.IntRange(1), metavar="B", help="Samples per batch."
 )
 @click.option(
     "--batches", default=8, show_default=True, type=click.IntRange(1), metavar="N",
@@ -404,7 +401,7 @@ def server(
     "--batch-timeout", default=60.0, show_default=True, type=click.FloatRange(0),
     help="Timeout of a batch in seconds; 0 disables the timeout.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@as_json
 def check(
     datasets: tuple[str, ...],
     demo: bool,
@@ -428,13 +425,10 @@ def check(
     logs.configure("warning", "text")
     limits = Limits(max_batch_bytes=max_batch_bytes, batch_timeout=batch_timeout)
     found = []
-    try:
-        for dataset in configs:
-            found.append(checking.check(dataset, limits, batch_size, batches, checking.progress_of(dataset.name)))
-            if not as_json:
-                checking.show(found[-1])
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+    for dataset in configs:
+        found.append(checking.check(dataset, limits, batch_size, batches, checking.progress_of(dataset.name)))
+        if not as_json:
+            checking.show(found[-1])
     if as_json:
         click.echo(json.dumps({"datasets": [asdict(one) for one in found]}))
     sys.exit(EXIT_FAILED if any(one.failed for one in found) else 0)

@@ -19,10 +19,10 @@ from teleloader_server.auth.token_file import read_text
 from teleloader_server.auth.tokens import TOKEN
 from teleloader_server.config import ConfigError
 from teleloader_server.fleet.announcer import TOKEN_VARIABLE, Announcer, Directory, FileDirectory, RegistryDirectory
-from teleloader_server.fleet.supervisor import EXIT_FAILED
 from teleloader_server.fleet.verification import is_loopback
 from teleloader_server.workers.worker import end_with_parent
 from teleloader_shared.directory import DirectoryAddress, directory_address, server_url
+from teleloader_shared.exit_codes import EXIT_FAILED
 from teleloader_shared.secret import Secret
 
 logger = logging.getLogger("teleloader_server")

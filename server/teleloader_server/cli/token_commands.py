@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -14,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 import tomlkit
@@ -31,8 +32,9 @@ from teleloader_server.auth.tokens import (
     parse_tokens,
 )
 from teleloader_server.config import ConfigError
-from teleloader_server.permissions import format_scopes
+from teleloader_shared.command_line import CommandGroup, as_json
 from teleloader_shared.secret import Secret
+from teleloader_shared.text import did_you_mean
 
 MAX_DAYS: Final = 36_500
 
@@ -66,7 +68,7 @@ class Matching(click.ParamType):  # type: ignore[type-arg] # generic since click
 
 _name = click.argument("name", type=Matching("name", TOKEN_NAME, TOKEN_NAME_RULE))
 _file = click.option(
-    "--file", "path", type=_PATH, required=True, envvar=TOKENS_VARIABLE, show_envvar=True,
+    "-f", "--file", "path", type=_PATH, required=True, envvar=TOKENS_VARIABLE, show_envvar=True,
     help="The server's token file (--tokens).",
 )  # fmt: skip
 _days = click.option(
@@ -77,7 +79,7 @@ _days = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=CommandGroup)
 def token() -> None:
     """Manage the tokens of clients.
 
@@ -133,7 +135,8 @@ def add(name: str, path: Path, scopes: tuple[str, ...], days: float | None, out:
 
 @token.command("list")
 @_file
-def list_(path: Path) -> None:
+@as_json
+def list_(path: Path, as_json: bool) -> None:
     """List the names, scopes and expiry of all tokens."""
     if not path.exists():
         raise click.UsageError(f"cannot read token file {path}: no such file")
@@ -141,9 +144,13 @@ def list_(path: Path) -> None:
         entries = parse_tokens(read_text(path).text, str(path)).entries
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    rows = [("NAME", "SCOPES", "EXPIRES"), *map(_row, entries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    for name, scopes, expires in rows:
+    rows = [_row(entry) for entry in entries]
+    if as_json:
+        click.echo(json.dumps([row._asdict() for row in rows]))
+        return
+    lines = [("NAME", "SCOPES", "EXPIRES"), *((row.name, ", ".join(row.scopes), _expires(row)) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(2)]
+    for name, scopes, expires in lines:
         click.echo(f"{name:{widths[0]}}  {scopes:{widths[1]}}  {expires}")
 
 
@@ -203,7 +210,10 @@ def _expiry(days: float) -> datetime:
 def _entry(tokens: Tokens, name: str, path: Path) -> Token:
     found = {entry.principal.name: entry for entry in tokens.entries}
     if name not in found:
-        raise click.UsageError(f"unknown token {name!r}: {path} contains {', '.join(found) or 'no tokens'}")
+        hint = did_you_mean(name, found)
+        raise click.UsageError(
+            f"unknown token {name!r}: {path} contains {', '.join(found) or 'no tokens'}{f'. {hint}' if hint else ''}"
+        )
     return found[name]
 
 
@@ -216,12 +226,28 @@ def _remove(document: tomlkit.TOMLDocument, name: str) -> None:
     document.body[place] = (None, tomlkit.ws("".join(reversed(kept))))
 
 
-def _row(entry: Token) -> tuple[str, str, str]:
-    expires = "never"
-    if entry.expires < float("inf"):
-        ended = " (expired)" if entry.expires <= time.time() else ""
-        expires = f"{datetime.fromtimestamp(entry.expires, UTC):%Y-%m-%dT%H:%M:%SZ}{ended}"
-    return entry.principal.name, format_scopes(entry.principal.scopes), expires
+class _Row(NamedTuple):
+    """Token in the output of ``list``."""
+
+    name: str
+    scopes: list[str]
+    expires: str | None
+    """Time in the ISO 8601 format, in UTC; None if the token does not expire."""
+    expired: bool
+
+
+def _row(entry: Token) -> _Row:
+    has_expiry = entry.expires < float("inf")
+    return _Row(
+        entry.principal.name,
+        sorted(entry.principal.scopes),
+        f"{datetime.fromtimestamp(entry.expires, UTC):%Y-%m-%dT%H:%M:%SZ}" if has_expiry else None,
+        entry.expires <= time.time(),
+    )
+
+
+def _expires(row: _Row) -> str:
+    return f"{row.expires or 'never'}{' (expired)' if row.expired else ''}"
 
 
 def _report(done: str, made: Secret, out: Path | None) -> None:
@@ -244,7 +270,8 @@ def _editing(path: Path, made: str = "", out: Path | None = None) -> Iterator[tu
         out: File to which the generated token is written.
 
     Raises:
-        click.UsageError: If the file is invalid, or a file cannot be read or written.
+        click.UsageError: If the file is invalid, or cannot be read.
+        click.ClickException: If a file cannot be written.
     """
     path = path.resolve()
     if out is not None and out.resolve() == path:
@@ -266,7 +293,7 @@ def _editing(path: Path, made: str = "", out: Path | None = None) -> Iterator[tu
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:
-        raise click.UsageError(f"cannot write {error.filename or path}: {error.strerror}") from None
+        raise click.ClickException(f"cannot write {error.filename or path}: {error.strerror}") from None
 
 
 @contextmanager

@@ -95,6 +95,9 @@ class DatasetCounters:
         self.failed = 0
         self.retried = 0
         self.substituted = 0
+        self.reconnects = 0
+        self.hedges = 0
+        """Reconnects and hedges that clients report: a client reports all of them to each of its servers."""
         self.early = 0
         """Batches that were started earlier because they contain slow samples."""
         self.backups = 0
@@ -258,6 +261,9 @@ class LoopCounters:
 
     def __init__(self, now: float) -> None:
         self.last_request = now
+        """Time of the last request or heartbeat."""
+        self.faults: tuple[int, int] | None = None
+        """Reconnects and hedges in the last report; None before the first one, which may follow a longer pause."""
         self.batches = 0
         self.nbytes = 0
         self.waiting = Stopwatch()
@@ -273,6 +279,10 @@ class LoopCounters:
         """
         self._last_reported: tuple[float, ...] = ()
         self._reported_at: float | None = None
+        self._taken = 0
+        """Batches that the training loop consumed since the first report."""
+        self._last_taken: int | None = None
+        self._taken_window = RateWindow(now, 0)
 
     def add_report(self, report: ConsumerReport, now: float) -> bool:
         """Record the report that the client sends with each request.
@@ -288,6 +298,9 @@ class LoopCounters:
                 return False
             self._reported = None  # another client process with the same name starts to count at 0
         self._reported_at = now
+        if self._last_taken is not None:
+            self._taken += max(0, report.taken - self._last_taken)
+        self._last_taken = report.taken
         if not report.taken:
             return True
         last = (report.elapsed, report.waited, report.taken, *self._totals(now))
@@ -302,6 +315,7 @@ class LoopCounters:
     def mark(self, now: float) -> None:
         """Record the current totals in the rate windows."""
         self._window.mark(now, *self._totals(now))
+        self._taken_window.mark(now, self._taken)
         if self._reported is not None:
             self._reported.mark(*self._last_reported)
 
@@ -327,11 +341,18 @@ class LoopCounters:
         step = max(0.0, 1 - waited) / taken if taken > 0 else 0.0
         return Recent(span, batches, nbytes, as_share(waiting), as_share(sending), data_wait, step)
 
+    def consumed_rate(self, now: float) -> float | None:
+        """Return the recent batches/s that the training loop consumed, from all servers; None without reports."""
+        if self._reported_at is None:
+            return None
+        (rate,) = self._taken_window.rates(now, self._taken)
+        return rate
+
 
 class ConsumerCounters:
     """Counters of one consumer, that is, of one iteration of a training loop over an epoch."""
 
-    __slots__ = ("batches", "dataset", "lent", "loop", "nbytes", "report", "waiting", "window")
+    __slots__ = ("batches", "dataset", "last_request", "lent", "loop", "nbytes", "report", "waiting", "window")
 
     def __init__(self, dataset: DatasetCounters, loop: LoopCounters, now: float) -> None:
         self.dataset = dataset
@@ -345,6 +366,8 @@ class ConsumerCounters:
         self.window = RateWindow(now, 0, 0)
         self.report: ConsumerReport | None = None
         """Most recent report of the client."""
+        self.last_request = now
+        """Time of the last request or heartbeat."""
 
     def sent(self, count: int, nbytes: int) -> None:
         """Count the frames sent to the consumer in one response, and their bytes."""
@@ -370,10 +393,34 @@ class ConsumerCounters:
             self.dataset.waiting += self.waiting.end(now)
 
     def requested(self, now: float, report: ConsumerReport | None) -> None:
-        """Record a request, and the client's report if the request includes one."""
-        self.loop.last_request = now
+        """Record a request or heartbeat, and the client's report if it includes one."""
+        self.last_request = self.loop.last_request = now
         if report is not None and self.loop.add_report(report, now):
+            self._count_faults(report)
             self.report = report
+
+    def _count_faults(self, report: ConsumerReport) -> None:
+        """Add the reconnects and hedges since the training loop's previous report to those of the dataset."""
+        before, now = self.loop.faults, (report.reconnects, report.hedges)
+        self.loop.faults = now
+        if before is not None and before != now:
+            self.dataset.reconnects += max(0, now[0] - before[0])
+            self.dataset.hedges += max(0, now[1] - before[1])
+
+    def position(self, consumer: Consumer) -> int:
+        """Return the number of the first batch that was not consumed or, if it is not reported, not sent."""
+        reported = None if self.report is None else self.report.position
+        return consumer.position if reported is None else min(reported, consumer.loader.batches)
+
+    @property
+    def finished(self) -> bool | None:
+        """True if the epoch is finished; None if the client does not report its position."""
+        return None if self.report is None or self.report.position is None else self.report.finished
+
+    @property
+    def run(self) -> str | None:
+        """Name of the training run; None if it is unknown."""
+        return None if self.report is None else self.report.run
 
     def mark(self, now: float) -> None:
         """Record the current totals in the rate window."""
@@ -418,8 +465,23 @@ class PoolCounters:
             self.loaders[key] = LoaderCounters(self._metrics.datasets[dataset], time.monotonic())
         return self.loaders[key]
 
-    def computed(self, worker: int, tasks: Sequence[Task], frames: Sequence[Lease], report: GroupReport) -> None:
-        """Count the batches of an epoch that a worker has computed."""
+    def computed(
+        self,
+        worker: int,
+        tasks: Sequence[Task],
+        frames: Sequence[Lease],
+        report: GroupReport,
+        run: str | None = None,
+    ) -> None:
+        """Count the batches of an epoch that a worker has computed.
+
+        Args:
+            worker: Worker ID.
+            tasks: Tasks of the batches.
+            frames: Frames of the batches.
+            report: Report of the worker.
+            run: Name of a training run that requested the last batch, for the log of its failure.
+        """
         first, count = tasks[0], len(tasks)
         counters = self.workers[worker]
         loader = self.loaders.get(first.batch_id.loader) or self._loader(first.batch_id.loader, first.spec.dataset)
@@ -450,7 +512,7 @@ class PoolCounters:
         if report.failed:
             content = codec.read(codec.Bits(frames[-1])).content
             if isinstance(content, Failure) and dataset.fail(content):
-                _log(tasks[-1], content)
+                _log(tasks[-1], content, run)
 
     def substituted(self, task: Task, substituted: Substituted) -> None:
         """Count the skipped and replaced samples of a batch, and log the first one with each type of exception."""
@@ -520,6 +582,19 @@ class PoolCounters:
 
     # -- reading
 
+    def progressed(self, principal: str, consumer: str, epoch: Epoch, report: ConsumerReport | None) -> None:
+        """Record a heartbeat with the progress of a consumer; do nothing if the consumer is unknown.
+
+        Args:
+            principal: Name of the consumer's principal.
+            consumer: Name of the consumer.
+            epoch: Epoch of the loader.
+            report: Report of the client; None if it is invalid.
+        """
+        known = self._consumers.get((principal, consumer, epoch))
+        if known is not None:
+            known.requested(time.monotonic(), report)
+
     def of(self, consumer: Consumer) -> ConsumerCounters:
         """Return the counters of a consumer that was passed to `consumer` before."""
         return self._consumers[_key(consumer)]
@@ -583,7 +658,7 @@ def _key(consumer: Consumer) -> _Key:
     return consumer.principal_share.quota.name, consumer.name, consumer.epoch
 
 
-def _log(task: Task, failure: Failure) -> None:
+def _log(task: Task, failure: Failure, run: str | None) -> None:
     loader, epoch, batch = task.batch_id
     what = f"{failure.type[:MAX_TYPE]}: {failure.message[:MAX_MESSAGE]}"
     # repr: the text may contain line breaks, which would forge log lines
@@ -592,6 +667,7 @@ def _log(task: Task, failure: Failure) -> None:
         batch, epoch, task.spec.dataset, what,
         extra={
             "loader": loader, "epoch": epoch, "batch": batch, "dataset": task.spec.dataset, "worker": failure.worker,
+            **({} if run is None else {"run": run}),
         },
     )  # fmt: skip
 

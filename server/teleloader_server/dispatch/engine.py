@@ -280,8 +280,9 @@ class Engine:
         """Store the frames of computed batches, and wake the requests that wait for one of them."""
         if self._end is not None:
             return
-        with request_ids.on_behalf_of(self._request_for(tasks[-1].batch_id)) if report.failed else nullcontext():
-            self.tally.computed(worker, tasks, frames, report)
+        stream = self._stream_for(tasks[-1].batch_id) if report.failed else None
+        with nullcontext() if stream is None else request_ids.on_behalf_of(stream.request_id):
+            self.tally.computed(worker, tasks, frames, report, None if stream is None else stream.tally.run)
         now, last = time.time_ns(), len(tasks) - 1
         for place, (task, raw, *stages) in enumerate(zip(tasks, frames, *report.stages, strict=True)):
             made = Made(now, worker, stages) if self._traces else None
@@ -315,11 +316,11 @@ class Engine:
         if learned.new:
             self.tally.slow_samples(task, learned.new, learned.typical, fetch, measured)
 
-    def _request_for(self, batch_id: BatchId) -> str | None:
-        """Return the ID of a request for the batch, or None if the batch is only prefetched."""
+    def _stream_for(self, batch_id: BatchId) -> BatchStream | None:
+        """Return the stream of a request for the batch, or None if the batch is only prefetched."""
         loader, epoch, k = batch_id
         wanting = (
-            stream.request_id
+            stream
             for stream in self._streams
             if stream.consumer.epoch == (loader, epoch) and stream._pending.distance(k) is not None
         )

@@ -33,7 +33,7 @@ from teleloader_shared.errors import (
     UnknownDataset,
     UnknownLoader,
 )
-from teleloader_shared.messages import DatasetInfo, Registration
+from teleloader_shared.messages import ConsumerReport, DatasetInfo, Registration
 from teleloader_shared.orders.plan import Plan, check_limit, check_windows, other_lengths
 from teleloader_shared.sources import describe
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
@@ -420,6 +420,24 @@ class LoaderService:
         stream = engine.batches(loader, quota, request, lambda: _authorize(caller, spec, need))
         stream.on_close = self.grants.add(caller, need, spec.datasets, stream.end)
         return stream
+
+    def progressed(self, caller: Caller, key: str, epoch: int, consumer: str, report: ConsumerReport | None) -> None:
+        """Record the progress of a consumer that sends no requests; do nothing if the consumer is unknown.
+
+        Args:
+            caller: Caller of the request.
+            key: Key of the loader.
+            epoch: Epoch number.
+            consumer: Name of the consumer.
+            report: Report of the client; None if it is invalid.
+
+        Raises:
+            AccessDenied: If the caller may not use the loader's dataset.
+            UnknownLoader: If no loader with this key is registered.
+        """
+        known = self._resolve(caller, key)
+        principal = _authorize(caller, known.loader.spec)
+        known.engine.tally.progressed(principal.name, consumer, (key, epoch), report)
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:

@@ -25,10 +25,8 @@ from teleloader_server.workers.health import backoff, exit_reason
 from teleloader_server.workers.procfs import shortage
 from teleloader_server.workers.shared import SharedForkServer
 from teleloader_server.workers.worker import end_with_parent
+from teleloader_shared.exit_codes import EXIT_FAILED, EXIT_USAGE
 
-EXIT_FAILED: Final = 1
-EXIT_USAGE: Final = 2
-"""Exit code of a server with an invalid configuration, which is restarted only if it has listened before."""
 STABLE_S: Final = 10.0
 """Seconds after which the exit of a server counts as its first failure again."""
 KILL_MARGIN_S: Final = 10.0

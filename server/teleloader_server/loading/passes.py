@@ -105,7 +105,8 @@ class Passes:
         owns_datasets: Whether no other code in this process uses the datasets.
         seeds: True to start each pass over an epoch with the same random state.
         skipped: Callback, called with the progress for each batch that is iterated only to reach a later one, and with
-            None for each sample that is read to fill a shuffle buffer.
+            None for each sample that is read to fill a shuffle buffer, and for each batch from such a buffer. It may
+            then raise MemoryError, which ends the shard.
         max_replay: Maximum number of batches to iterate again; 0 for no limit.
         began: Callback, called when a pass starts.
     """
@@ -163,6 +164,8 @@ class Passes:
             self._passes.move_to_end(run)
             if len(self._passes) > MAX_PASSES:
                 self._passes.popitem(last=False)
+        if self._passes[run].shard.has_buffer:
+            self._check_buffer(task)
         return self._passes[run]
 
     def deliver(self, pass_: Pass, task: Task, frame: NDArray[np.uint8], state: str | None) -> None:
@@ -205,7 +208,7 @@ class Passes:
             ),
             passed=lambda number, outcome: self._skip(hosted, task, self._passes[run], number, outcome),
             shuffle=_shuffle_settings(task),
-            progress=lambda: self._skipped(None),
+            progress=lambda: self._check_buffer(task),
             max_replay=self._max_replay,
             saved=_saved_states(task, earlier, is_own_iterator=is_own_iterator),
             max_state=MAX_STATES // spec.shards,
@@ -262,6 +265,22 @@ class Passes:
             return
         texts = (user_state.pack(generators) for generators in (pass_.generators, self._initial))
         self._tell_began(Began(loader, epoch, *texts))
+
+    def _check_buffer(self, task: Task) -> None:
+        """Report that a shuffle buffer makes progress; end its shard if it takes too much memory.
+
+        Raises:
+            MemoryError: If the worker exceeds its memory limit.
+        """
+        try:
+            self._skipped(None)
+        except MemoryError as error:
+            self._passes[task.batch_id[:2]].shard.end()
+            raise MemoryError(
+                f"cannot keep a shuffle buffer of {task.spec.shuffle_buffer_size:,} samples of dataset "
+                f"{task.spec.dataset!r}: {error}. The shard ends here. Decrease shuffle_buffer_size, or increase "
+                "--max-worker-memory of the server"
+            ) from None
 
     def _skip(self, hosted: HostedDataset, task: Task, pass_: Pass, number: int, outcome: Outcome) -> None:
         """Collate a skipped batch, because collate functions may draw random numbers as well.

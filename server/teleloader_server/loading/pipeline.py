@@ -30,7 +30,7 @@ class Loading:
         max_batch_bytes: Maximum size of a frame in bytes.
         torch_loaded: Callback, called if a dataset imports torch while loading a batch.
         skipped: Callback, called for each batch of an iterable-style dataset that is computed only to reach a later
-            batch, and for each sample that is read to fill a shuffle buffer; see `Passes`.
+            batch, and for the samples and batches of a shuffle buffer; see `Passes`.
         began: Callback, called when a pass over an iterable-style dataset starts.
         seeds: True to seed random generators as a function of the batch ID; False to seed none.
         stages: Stages of each batch, in order.

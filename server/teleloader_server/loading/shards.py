@@ -120,6 +120,11 @@ class Shard:
         """True if the dataset is being iterated, and neither the dataset nor its iterator has a ``state_dict``."""
         return self._iterator is not None and not self._keepers
 
+    @property
+    def has_buffer(self) -> bool:
+        """True if the dataset is being iterated through a shuffle buffer."""
+        return self._buffer is not None
+
     def fetch(self, number: int) -> list[Any] | None:
         """Fetch the samples of batch `number` of the shard; return None after the last batch.
 

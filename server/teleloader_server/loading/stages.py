@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Final
 
@@ -158,8 +158,10 @@ class Fetch(Stage):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._plan = lru_cache(maxsize=64)(_plan)
-        self._plan_of_lengths = lru_cache(maxsize=4)(_plan)
-        """Like `_plan`; each plan keeps divided windows, which take up to 257 bytes per document."""
+        self._first_rank = lru_cache(maxsize=64)(lambda spec: replace(spec, rank=0))
+        self._plans_of_ranks = lru_cache(maxsize=4)(_plans_of_ranks)
+        """Plans by rank, for orders that depend on lengths. All plans of an epoch share divided windows, which take up
+        to 257 bytes per document."""
         self._epochs: dict[str, int] = {}
         """Epoch that was last set on each map-style dataset, by dataset name."""
         self._is_slow: dict[str, bool] = {}
@@ -218,7 +220,11 @@ class Fetch(Stage):
         task = batch.task
         if task.spec.required_lengths is None:
             return self._plan(task.spec, task.length, task.batch_id.epoch, None)
-        plan = self._plan_of_lengths(task.spec, task.length, task.batch_id.epoch, batch.hosted.lengths)
+        first = self._first_rank(task.spec)
+        plans = self._plans_of_ranks(first, task.length, task.batch_id.epoch, batch.hosted.lengths)
+        plan = plans.get(task.spec.rank)
+        if plan is None:
+            plan = plans[task.spec.rank] = plans[0].of_rank(task.spec)
         batch.omit_time()  # the epoch may have been prepared
         return plan
 
@@ -440,6 +446,10 @@ class Fetch(Stage):
 
 def _plan(spec: LoaderSpec, length: int, epoch: int, lengths: Lengths | None) -> Plan:
     return Plan(spec, length, epoch, lengths, starts_of(spec, lengths, epoch))
+
+
+def _plans_of_ranks(spec: LoaderSpec, length: int, epoch: int, lengths: Lengths | None) -> dict[int, Plan]:
+    return {0: _plan(spec, length, epoch, lengths)}
 
 
 def _listed(indices: Indices) -> list[Any]:

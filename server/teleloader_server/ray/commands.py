@@ -19,6 +19,7 @@ from teleloader_server.fleet.scaler import WINDOW_S
 from teleloader_server.ray.fleet import DEFAULT_TIMEOUT_S, Fleet, FleetStatus, connect, up
 from teleloader_server.ray.process import ServerStatus
 from teleloader_server.ray.settings import DEFAULT_REGISTRY_PORT
+from teleloader_shared.command_line import CommandGroup, as_json
 from teleloader_shared.units import counted
 
 DEFAULT_NAME: Final = "loaders"
@@ -90,7 +91,7 @@ def _object(context: click.Context, parameter: click.Parameter, text: str) -> di
     return content
 
 
-@click.group(name="ray", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(name="ray", cls=CommandGroup)
 def commands() -> None:
     """Run a fleet of servers on a Ray cluster.
 
@@ -107,7 +108,7 @@ def commands() -> None:
 @click.option(
     "--servers", required=True, type=_Servers(), help="Number of servers, or MIN-MAX to adapt it to the demand."
 )
-@click.option("--num-workers", required=True, type=click.IntRange(0), help="Worker processes of each server.")
+@click.option("-n", "--num-workers", required=True, type=click.IntRange(0), help="Worker processes of each server.")
 @click.option(
     "--num-cpus", type=click.FloatRange(0, min_open=True), show_default="one per worker",
     help="CPUs that Ray reserves for each server.",
@@ -161,7 +162,7 @@ def up_(
 
 @commands.command()
 @_of_fleet
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+@as_json
 def status(name: str, address: str, as_json: bool) -> None:
     """Show the servers of a fleet."""
     with _connected(address):
@@ -206,7 +207,7 @@ def credentials(name: str, address: str, folder: Path) -> None:
 
     \b
       eval "$(teleloader-server ray credentials fleet)"
-      teleloader stats "$FLEET"
+      teleloader stats
     """  # noqa: D301 - the escapes are click's
     with _connected(address):
         access = connect(name).access()
@@ -221,7 +222,7 @@ def credentials(name: str, address: str, folder: Path) -> None:
     values = {
         "TELELOADER_TOKEN_FILE": str(folder.absolute() / "token"),
         "TELELOADER_CA": str(folder.absolute() / "ca.pem"),
-        "FLEET": f"registry+{access.registry}",
+        "TELELOADER_URL": f"registry+{access.registry}",
     }
     click.echo("unset TELELOADER_TOKEN")  # it would take precedence over the file
     click.echo(f"export {' '.join(f'{variable}={shlex.quote(value)}' for variable, value in values.items())}")

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, Literal, NamedTuple
 
-from teleloader_server.fleet.supervisor import EXIT_FAILED, EXIT_USAGE, STABLE_S
+from teleloader_server.fleet.supervisor import STABLE_S
 from teleloader_server.workers.health import backoff, exit_reason
+from teleloader_shared.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 PROGRAM: Final = "from teleloader_server.cli import main; main()"
 SERVERS_FILE: Final = "servers"

@@ -27,10 +27,11 @@ from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState
 from teleloader_server.workers.procfs import NO_MEMORY, CpuUse, Memory
 from teleloader_shared.codec import BatchId
+from teleloader_shared.histogram import Histogram
 from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.messages import PREVIEW, DatasetInfo
 from teleloader_shared.spec import MAX_EPOCH
-from teleloader_shared.stats import ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
+from teleloader_shared.stats import ConsumerStats, DatasetStats, Diagnosis, ServerStats, Stats, WorkerStats
 from teleloader_shared.version import VERSION
 
 DEFAULT_CONSUMERS: Final = 100
@@ -83,6 +84,8 @@ class StatsCollector:
         self._lag_window = RateWindow(now, 0, 0.0)
         self._num_samples = 0
         self._total_lag = 0.0
+        self.lag: Final = Histogram()
+        """Delays of the event loop's timer."""
         self._cpu = CpuUse()
         self._measuring: asyncio.Task[dict[int | None, Memory]] | None = None
         self._measured_for: set[int | None] = set()
@@ -96,8 +99,10 @@ class StatsCollector:
             due = time.monotonic() + MARK_EVERY
             await asyncio.sleep(MARK_EVERY)
             now = time.monotonic()
+            lag = max(0.0, now - due)
             self._num_samples += 1
-            self._total_lag += max(0.0, now - due)
+            self._total_lag += lag
+            self.lag.observe((lag,))
             await self._mark(now)
             if number % MARKS_PER_CPU == 0:
                 self._cpu.sample(self._pids(self._service.engines.started()))
@@ -131,6 +136,11 @@ class StatsCollector:
         self._measured_for = pids
         self._measure_again = ended + (ended - began) / MEMORY_SHARE
         return found
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the total CPU seconds of the server process and of its workers, with their fork server."""
+        own, others = self._cpu.totals(self._pids(self._service.engines.started()))
+        return {"server": own, "workers": others}
 
     # -- requests
 
@@ -308,11 +318,12 @@ def _rates(
 ) -> tuple[ConsumerRates, ConsumerLoad]:
     """Return the rates and the load of a training loop, given the consumer of its latest iteration."""
     # without open requests, the period ends at the last request: since then the consumer has waited for nothing
-    recent = loop.recent(now if latest.requests else min(now, latest.last_seen))
+    last_active = max(latest.last_seen, loop.last_request)
+    recent = loop.recent(now if latest.requests else min(now, last_active))
     seconds = snapshot.batch_seconds.get(latest.loader.key, BatchSeconds({}, 0.0))
     rates = ConsumerRates(
         known_for=recent.span,
-        idle=0.0 if latest.requests else now - latest.last_seen,
+        idle=0.0 if latest.requests else now - last_active,
         batch_rate=recent.batches,
         byte_rate=recent.nbytes,
         starved_fraction=recent.waiting,
@@ -343,6 +354,10 @@ def _record(sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
     consumer, tally, recent, _, _ = sample
     loader = consumer.loader
     batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
+    consumed = tally.loop.consumed_rate(now)
+    if consumed is not None:
+        batches = 0.0 if tally.finished else consumed
+    finished = Diagnosis("unknown", None, f"Epoch {consumer.epoch[1]} is finished.") if tally.finished else None
     return ConsumerStats(
         consumer=consumer.name,
         token=consumer.principal_share.quota.name,
@@ -351,7 +366,7 @@ def _record(sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
         rank=loader.spec.rank,
         world_size=loader.spec.world_size,
         epoch=consumer.epoch[1],
-        position=consumer.position,
+        position=tally.position(consumer),
         batches=None if loader.batches == MAX_EPOCH else loader.batches,
         batches_sent=tally.batches,
         bytes_sent=tally.nbytes,
@@ -363,9 +378,11 @@ def _record(sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
         data_wait_fraction=recent.data_wait_fraction,
         reconnects=None if tally.report is None else tally.report.reconnects,
         hedges=None if tally.report is None else tally.report.hedges,
-        idle=max(0.0, now - consumer.last_seen),
-        diagnosis=diagnose(recent, by),
+        idle=max(0.0, now - max(consumer.last_seen, tally.last_request)),
+        diagnosis=finished or diagnose(recent, by),
         batches_lent=tally.lent,
+        run=tally.run,
+        finished=tally.finished,
     )
 
 

@@ -1,6 +1,7 @@
 """Prometheus metrics, computed from the statistics of ``/stats`` at each scrape.
 
-The number of series is bounded by the datasets, the shared workers, the stages, and twenty types of errors per dataset.
+The number of series is bounded by the datasets, the shared workers, the stages, twenty types of errors per dataset, the
+tokens that expire, and the codes of error responses.
 Consumers and private workers have no label, because they are short-lived: consumers are counted by diagnosis, and
 batches of private workers count for their dataset.
 """
@@ -11,9 +12,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Final, get_args
+from typing import Final, NamedTuple, get_args
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -24,19 +25,18 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from teleloader_server.dispatch.counters import DatasetCounters
+from teleloader_server.stats.requests import HttpCounters
+from teleloader_shared.histogram import Histogram
 from teleloader_shared.stats import Bottleneck, ServerStats, Stats
 
 _GAUGES: Final = {
-    "uptime": ("uptime_seconds", "Time since the server's start."),
     "cpus": ("processors", "CPUs available to the server."),
-    "cpu": ("processors_busy", "CPUs in use by the server and its workers."),
     "memory_budget": ("memory_budget_bytes", "Memory budget of computed batches."),
     "memory_used": ("memory_used_bytes", "Memory of computed batches, and estimated memory of batches in progress."),
     "memory_mapped": ("memory_mapped_bytes", "Shared memory mapped for large batches, both used and free."),
     "memory_sending": ("memory_sending_bytes", "Memory of responses in transit."),
     "memory_lent": ("memory_lent_bytes", "Shared memory lent to clients on the same machine."),
-    "pss": ("memory_resident_bytes", "Memory of the server and its workers (PSS), with shared pages counted once."),
-    "event_loop_lag": ("event_loop_lag_seconds", "Recent mean lag of the event loop."),
+    "pss": ("memory_pss_bytes", "Proportional set size of the server and its workers: shared pages count once."),
     "connections": ("connections", "Open connections."),
     "draining": ("draining", "Equal to 1 while the server is shutting down, else 0."),
     "load": ("load", "Recent mean number of workers that compute or are blocked, without those that have no CPU."),
@@ -61,6 +61,8 @@ _OF_DATASETS: Final = {
     "tokens": ("tokens", "Sum of the lengths of the samples in computed batches."),
     "tokens_padded": ("tokens_padded", "Sum of (samples x longest sample), or size of packed sequences."),
     "nbytes": ("sent_bytes", "Bytes of sent batches."),
+    "reconnects": ("client_reconnects", "Reconnects that clients report, each to all its servers: use max, not sum."),
+    "hedges": ("client_hedges", "Hedged batches that clients report, each to all its servers: use max, not sum."),
     "waiting": ("waiting_seconds", "Time during which consumers waited for batches that were not ready."),
 }
 """Metric names and descriptions by attribute of `DatasetCounters`."""
@@ -74,22 +76,40 @@ _OF_WORKERS: Final = {
 _STATES: Final = ("starting", "idle", "busy")
 
 
-def exposed(stats: Stats, counts: Mapping[str, DatasetCounters]) -> CollectorRegistry:
+class Sources(NamedTuple):
+    """Values of metrics that are not part of ``/stats``."""
+
+    datasets: Mapping[str, DatasetCounters]
+    """Counters by dataset name."""
+    http: HttpCounters
+    lag: Histogram
+    """Delays of the event loop's timer, in seconds."""
+    cpu_seconds: Mapping[str, float]
+    """Total CPU time by process."""
+    token_expiry: Mapping[str, float]
+    """Expiry by name of the token, in seconds since 1970; only of tokens that expire."""
+    certificate_expiry: float | None
+    """Expiry of the TLS certificate in use, in seconds since 1970; None without TLS."""
+
+
+def exposed(stats: Stats, sources: Sources) -> CollectorRegistry:
     """Create a Prometheus registry that contains the current metrics.
 
     Args:
         stats: Statistics of ``/stats``.
-        counts: Counters by dataset name.
+        sources: Values that are not part of the statistics.
     """
     registry = CollectorRegistry()
-    registry.register(_Now(stats, counts))
+    registry.register(_Now(stats, sources))
+    ProcessCollector(registry=registry)
     return registry
 
 
 class _Now(Collector):
-    def __init__(self, stats: Stats, counts: Mapping[str, DatasetCounters]) -> None:
+    def __init__(self, stats: Stats, sources: Sources) -> None:
         self._stats = stats
-        self._counts = {dataset.dataset: counts[dataset.dataset] for dataset in stats.datasets}
+        self._sources = sources
+        self._counts = {dataset.dataset: sources.datasets[dataset.dataset] for dataset in stats.datasets}
 
     def collect(self) -> Iterator[Metric]:
         """Yield all Prometheus metrics of the server."""
@@ -97,6 +117,9 @@ class _Now(Collector):
         yield from self._of_workers()
         yield from self._of_datasets()
         yield from self._of_consumers()
+        yield from self._of_process()
+        yield from _of_requests(self._sources.http)
+        yield from _of_access(self._sources)
 
     def _of_workers(self) -> Iterator[Metric]:
         shared = {str(worker.worker): worker for worker in self._stats.workers if worker.loader is None}
@@ -105,8 +128,8 @@ class _Now(Collector):
         yield _gauge("workers", "Worker processes, including private workers, by state.", "state", by_state)
         for field, (name, text) in _OF_WORKERS.items():
             yield _counter(name, text, "worker", {number: getattr(found, field) for number, found in shared.items()})
-        resident = {number: found.pss for number, found in shared.items()}
-        yield _gauge("worker_resident_bytes", "Proportional set size (PSS) of a shared worker.", "worker", resident)
+        memory = {number: found.pss for number, found in shared.items()}
+        yield _gauge("worker_pss_bytes", "Proportional set size of a shared worker.", "worker", memory)
 
     def _of_datasets(self) -> Iterator[Metric]:
         for attribute, (name, text) in _OF_DATASETS.items():
@@ -122,18 +145,60 @@ class _Now(Collector):
             for error in dataset.errors:
                 errors.add_metric([dataset.dataset, error.type], error.count)
             for stage, histogram in self._counts[dataset.dataset].stages.items():
-                buckets, total = histogram.buckets()
-                stages.add_metric([dataset.dataset, stage], [(_bound(bound), count) for bound, count in buckets], total)
+                _add(stages, [dataset.dataset, stage], histogram)
         yield errors
         yield stages
 
     def _of_consumers(self) -> Iterator[Metric]:
-        held = GaugeMetricFamily("teleloader_consumers", "Consumers by bottleneck.", labels=["dataset", "bottleneck"])
-        found = Counter((consumer.dataset, consumer.diagnosis.bottleneck) for consumer in self._stats.consumers)
+        held = GaugeMetricFamily(
+            "teleloader_consumers",
+            "Consumers by bottleneck, without those that have finished their epoch.",
+            labels=["dataset", "bottleneck"],
+        )
+        active = [consumer for consumer in self._stats.consumers if not consumer.finished]
+        found = Counter((consumer.dataset, consumer.diagnosis.bottleneck) for consumer in active)
         for dataset in self._counts:
             for bottleneck in get_args(Bottleneck):
                 held.add_metric([dataset, bottleneck], found[dataset, bottleneck])
         yield held
+
+    def _of_process(self) -> Iterator[Metric]:
+        text = "CPU time of the server process, and of its workers with their fork server."
+        yield _counter("cpu_seconds", text, "process", self._sources.cpu_seconds)
+        lag = HistogramMetricFamily("teleloader_event_loop_lag_seconds", "Delay of the event loop's timers.")
+        _add(lag, [], self._sources.lag)
+        yield lag
+
+
+def _of_requests(http: HttpCounters) -> Iterator[Metric]:
+    durations = HistogramMetricFamily(
+        "teleloader_http_request_duration_seconds",
+        "Time from the headers of a request to the end of its response. Requests for batches wait for the batches.",
+        labels=["handler"],
+    )
+    for handler, histogram in http.durations().items():
+        _add(durations, [handler], histogram)
+    yield durations
+    responses = CounterMetricFamily(
+        "teleloader_http_responses", "HTTP responses by status code.", labels=["handler", "code"]
+    )
+    for (handler, status), count in http.responses().items():
+        responses.add_metric([handler, str(status)], count)
+    yield responses
+    yield _counter("refusals", "Error responses by the code in their body.", "reason", http.refusals)
+    yield _counter("connections_closed", "Connections closed because of a limit.", "reason", http.closed)
+
+
+def _of_access(sources: Sources) -> Iterator[Metric]:
+    text = "Expiry of a token, in seconds since 1970. Tokens that never expire are omitted."
+    yield _gauge("token_expiry_timestamp_seconds", text, "token", sources.token_expiry)
+    text = "Expiry of the TLS certificate in use, in seconds since 1970; omitted without TLS."
+    yield GaugeMetricFamily("teleloader_certificate_expiry_timestamp_seconds", text, sources.certificate_expiry)
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    buckets, total = histogram.buckets()
+    family.add_metric(labels, [(_bound(bound), count) for bound, count in buckets], total)
 
 
 def _bound(seconds: float) -> str:

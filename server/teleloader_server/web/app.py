@@ -23,6 +23,7 @@ from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.fleet.registry import Registry
 from teleloader_server.request_ids import Identified
 from teleloader_server.stats.collector import StatsCollector
+from teleloader_server.stats.requests import HttpCounters
 from teleloader_server.web.authentication import Authentication
 from teleloader_server.web.batches import batch_routes, make_router
 from teleloader_server.web.dashboard import add_dashboard
@@ -96,6 +97,8 @@ def create_app(
     service.is_shared = lambda: len(app.state.authenticator.tokens.entries) > 1
     app.state.service = service
     app.state.collector = StatsCollector(service)
+    app.state.http = HttpCounters()
+    app.state.certificate = None
     app.state.body_budget = BodyBudget(service.client_limits.max_buffered_request_bytes, service.is_shared)
     app.state.stats_streams = {}
     app.state.delayed_sign_ins = 0
@@ -143,11 +146,13 @@ class Server(uvicorn.Server):
         check_members()
         limits = limits_for(service.client_limits, service.limits.num_workers)
         self.authenticator = authenticator or Authenticator()
-        self._connections = ConnectionManager(limits, self.authenticator)
+        http = HttpCounters()
+        self._connections = ConnectionManager(limits, self.authenticator, http)
         service.connections = lambda: len(self._connections.connections)
         self._exit_requested = asyncio.Event()
         app = create_app(service, self.authenticator, client_tls)
         self._state = app.state
+        app.state.http = http
         self.instance_key: Final[Secret] = app.state.instance_key
         """Secret of this server process, which its announcements contain."""
         self._channels = app.state.channels = Channels(service.lender, self._connections)
@@ -222,6 +227,7 @@ class Server(uvicorn.Server):
         await self.lifespan.startup()
         config, loop = self.config, asyncio.get_running_loop()
         self._renewal = None if self._tls is None or config.ssl is None else Renewal(self._tls, config.ssl)
+        self._state.certificate = self._renewal
         # uvicorn allows a minute for the TLS handshake, during which the connection is not counted
         is_tls = config.ssl is not None
         self.servers = [

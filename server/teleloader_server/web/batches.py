@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 import numpy as np
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect, HTTPConnection
@@ -312,6 +312,22 @@ def make_router() -> APIRouter:
     @needs(READ)
     async def end(request: Request, key: str) -> None:
         await service_of(request).end_session_of(key, caller_of(request))
+
+    @router.put(
+        LOADERS_PATH + "/{key}/epochs/{epoch}/progress",
+        status_code=204,
+        summary="Report the progress of a consumer that sends no requests for batches",
+    )
+    @needs(READ)
+    async def progress(
+        request: Request,
+        key: str,
+        epoch: Annotated[int, Path(ge=0, lt=MAX_EPOCH)],
+        consumer: Annotated[str, Header(alias=CONSUMER_HEADER, max_length=MAX_CONSUMER)],
+        report: Annotated[str, Header(alias=REPORT_HEADER, description=REPORT.description)],
+    ) -> None:
+        found = ConsumerReport.from_header(report)
+        service_of(request).progressed(caller_of(request), key, epoch, consumer, found)
 
     return router
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any, Final, cast
 
 import httptools
@@ -31,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from teleloader_server.dispatch.quotas import Quota, quota_of
-from teleloader_server.problems import HttpProblem
+from teleloader_server.problems import PROBLEM_CODE, HttpProblem
 from teleloader_server.web.guard_manager import CONNECTION_BYTES, FIELD_BYTES, REQUEST_BYTES, ConnectionManager
 from teleloader_server.web.guard_rules import (
     WEBSOCKET,
@@ -56,10 +57,12 @@ _EXCHANGE: Final = "teleloader.exchange"
 class Exchange:
     """Exchange of a request and its response, until the response is complete."""
 
-    __slots__ = ("has_response_begun", "is_disconnected", "on_disconnect", "unforwarded")
+    __slots__ = ("has_response_begun", "is_disconnected", "on_disconnect", "status", "unforwarded")
 
     def __init__(self) -> None:
         self.has_response_begun = False
+        self.status = 0
+        """Status code of the response; 0 before the response."""
         self.unforwarded: list[bytes] = []
         """Parts of the request that were not forwarded to uvicorn yet."""
         self.is_disconnected = False
@@ -355,6 +358,7 @@ class Connection(asyncio.Protocol):
         """Run the application for a request, and detect the start and the end of its response."""
         scope[_EXCHANGE] = exchange = self._exchanges[0]
         self._scope = scope
+        http, began = self._manager.http, self._loop.time()
 
         async def finish(message: Message) -> None:
             await send(message)
@@ -364,6 +368,9 @@ class Connection(asyncio.Protocol):
         def observe(message: Message) -> Any:
             if message["type"] == "http.response.start":
                 exchange.has_response_begun = True
+                exchange.status = status = message["status"]
+                if status >= HTTPStatus.BAD_REQUEST:
+                    http.refusals[message.get(PROBLEM_CODE, "Other")] += 1
                 if message.get(JOINED):
                     self._joining.hold_next()
             elif not message.get("more_body", False):
@@ -374,6 +381,8 @@ class Connection(asyncio.Protocol):
             await app(scope, receive, observe)
         finally:
             self._complete(exchange)
+            route = scope.get("route")
+            http.responded("" if route is None else route.path, exchange.status, self._loop.time() - began)
 
     def _complete(self, exchange: Exchange) -> None:
         """End an exchange, and forward the next request to uvicorn."""
@@ -443,6 +452,7 @@ class Connection(asyncio.Protocol):
         No response is sent if the client could mistake it for the response to another request.
         """
         self._manager.count(f"{problem.status} {problem.code}")
+        self._manager.http.refusals[problem.code] += 1
         # a client that sent nothing within the timeout gets no response
         is_reported = (self._progress.has_begun or problem.status != 408) and self._is_next_response()
         self._enter(Phase.REFUSED)

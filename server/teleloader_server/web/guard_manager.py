@@ -14,6 +14,7 @@ from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.config import ConfigError
 from teleloader_server.dispatch.quotas import BodyBudget, Quota
 from teleloader_server.limits import ClientLimits
+from teleloader_server.stats.requests import HttpCounters
 from teleloader_shared.units import counted
 
 OWN_FILES: Final = 64
@@ -74,10 +75,13 @@ class ConnectionManager:
     Args:
         limits: Limits of the server.
         authenticator: Authenticator of the server; without tokens, every request counts as authenticated.
+        http: Counters of requests; None creates new ones.
     """
 
-    def __init__(self, limits: ClientLimits, authenticator: Authenticator) -> None:
+    def __init__(self, limits: ClientLimits, authenticator: Authenticator, http: HttpCounters | None = None) -> None:
         self.limits = limits
+        self.http: Final = http or HttpCounters()
+        """Counters of requests, refusals and closed connections."""
         self.unfinished = BodyBudget(
             limits.max_buffered_request_bytes // 4, lambda: len(authenticator.tokens.entries) > 1
         )
@@ -197,6 +201,7 @@ class ConnectionManager:
     def count(self, reason: str) -> None:
         """Count a closed connection by reason; `check` logs only the counts, because clients can cause millions."""
         self._closed[reason] += 1
+        self.http.closed[reason] += 1
 
     def drain(self) -> None:
         """Close idle connections now, and connections with pending requests after the responses.

@@ -12,9 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
 
 from teleloader_server import request_ids
-from teleloader_server.problems import HttpProblem, headers_for
+from teleloader_server.problems import PROBLEM_CODE, HttpProblem, headers_for
 from teleloader_shared.errors import (
     BatchOutOfRange,
     DatasetChanged,
@@ -92,6 +93,17 @@ class Problem(Response):
         super().__init__(
             encoded(status, code, detail, request), int(status), {**headers_for(status), **(headers or {})}
         )
+        self._code = code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, with its code for `Connection`."""
+
+        async def send_with_code(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message[PROBLEM_CODE] = self._code
+            await send(message)
+
+        await super().__call__(scope, receive, send_with_code)
 
 
 def encoded(status: HTTPStatus | int, code: str, detail: str, request: str | None) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import suppress
 from typing import Annotated, Any, Final, cast
 
@@ -14,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from teleloader_server.fleet.registry import instance_of
 from teleloader_server.permissions import STATS, UNCHECKED, needs
 from teleloader_server.stats.collector import DEFAULT_CONSUMERS, StatsCollector
-from teleloader_server.stats.prometheus import exposed
+from teleloader_server.stats.prometheus import Sources, exposed
 from teleloader_server.web.authentication import GuardedRoute, caller_of
 from teleloader_server.web.batches import service_of
 from teleloader_server.web.guard import calling_on_disconnect
@@ -131,7 +132,7 @@ def _add_stats(router: APIRouter) -> None:
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", "")[:MAX_ACCEPT])
         records = await _stats_for(request, MAX_CONSUMERS, 0)
-        return Response(encode(exposed(records, service_of(request).counters.datasets)), media_type=content_type)
+        return Response(encode(exposed(records, _sources_of(request))), media_type=content_type)
 
 
 async def _stats_for(request: Request, limit: int, offset: int) -> Stats:
@@ -143,6 +144,20 @@ async def _stats_for(request: Request, limit: int, offset: int) -> Stats:
     records = await _collector_of(request).stats(limit, offset)
     caller_of(request).authorize(STATS)
     return records
+
+
+def _sources_of(request: Request) -> Sources:
+    """Return what the metrics contain besides statistics."""
+    state, collector = request.app.state, _collector_of(request)
+    expires = {entry.principal.name: entry.expires for entry in state.authenticator.tokens.entries}
+    return Sources(
+        datasets=service_of(request).counters.datasets,
+        http=state.http,
+        lag=collector.lag,
+        cpu_seconds=collector.cpu_seconds(),
+        token_expiry={name: at for name, at in expires.items() if math.isfinite(at)},
+        certificate_expiry=None if state.certificate is None else state.certificate.expires,
+    )
 
 
 def _collector_of(request: Request) -> StatsCollector:

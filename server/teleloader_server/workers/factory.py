@@ -105,9 +105,7 @@ class ConfiguredPools:
         if self._processes is None and spec.num_workers == 0:
             return InProcessPool(lambda: open_datasets(mine), self._limits)
         # never recycled: a new worker would have to iterate its shard from the start
-        limits = dataclasses.replace(
-            self._limits, num_workers=spec.shards, max_batches_per_worker=0, max_worker_memory=0
-        )
+        limits = dataclasses.replace(self._limits, num_workers=spec.shards, max_batches_per_worker=0)
         if self._processes is None:
             return ProcessPool(lambda: ForkServer.spawn(mine), limits, spec)
         return ProcessPool(self._processes.split_forkserver, limits, spec)

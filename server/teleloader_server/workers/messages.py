@@ -44,6 +44,8 @@ class ForkWorker(NamedTuple):
     """Last `Reached` of the worker that this one replaces; None if there was none."""
     max_replay: int
     """Maximum number of batches of a shard to iterate again; 0 for no limit."""
+    max_memory: int
+    """Resident memory in bytes above which the shard with a shuffle buffer fails; 0 for no limit."""
 
 
 class Split(NamedTuple):

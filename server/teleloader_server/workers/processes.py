@@ -266,7 +266,7 @@ class ProcessPool:
             number, self.num_workers, limits.max_batch_bytes, self._free_limit,
             self._session,
             None if before is None else before.began, None if before is None else before.reached,
-            limits.max_replay,
+            limits.max_replay, limits.max_worker_memory,
         )  # fmt: skip
         with theirs:
             self._supervisor.current.channel.send(encode(message), [theirs.fileno()])
@@ -374,7 +374,7 @@ class ProcessPool:
     def _check_worker(self, process: WorkerHandle) -> None:
         if process.pid is None:
             return
-        if self._limits.max_worker_memory:
+        if self._limits.max_worker_memory and self._session is None:
             self._recycle_if_due(process, resident_bytes(process.pid))
         if process.health.is_overdue(self._check_interval, time.monotonic()):
             self._receive_all(process)

@@ -51,6 +51,12 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
+def anonymous_bytes() -> int:
+    """Return the resident memory of this process in bytes, without shared memory and files."""
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 def is_stopped(pid: int) -> bool:
     """Return True if a process is stopped by a signal (SIGSTOP, SIGTSTP); False if it is traced or has exited."""
     try:
@@ -115,11 +121,29 @@ class CpuUse:
     def __init__(self) -> None:
         self._cpus = os.sched_getaffinity(0)
         self._samples: deque[tuple[float, dict[int | None, float], tuple[int, int]]] = deque(maxlen=2)
+        self._last: dict[int | None, float] = {}
+        self._own = self._others = 0.0
         self.sample([None])  # all other processes start later
 
     def sample(self, pids: Iterable[int | None]) -> None:
         """Record the current CPU times of processes."""
-        self._samples.append((time.monotonic(), {pid: cpu_seconds(pid) for pid in pids}, cpu_ticks(self._cpus)))
+        self.totals(pids)
+        self._samples.append((time.monotonic(), self._last, cpu_ticks(self._cpus)))
+
+    def totals(self, pids: Iterable[int | None]) -> tuple[float, float]:
+        """Return the total CPU seconds of this process, and of all other processes since they started.
+
+        The totals never decrease. They do not contain the time of an exited process after its last sample.
+        """
+        now = {pid: cpu_seconds(pid) for pid in pids}
+        for pid, seconds in now.items():
+            spent = max(0.0, seconds - self._last.get(pid, 0.0))
+            if pid is None:
+                self._own += spent
+            else:
+                self._others += spent
+        self._last = now
+        return self._own, self._others
 
     def rate(self, pids: Iterable[int | None]) -> float:
         """Return the mean number of CPUs used by processes since the second-to-last sample."""

@@ -31,7 +31,7 @@ from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Arena
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.messages import CURRENT_SAMPLE, CURRENT_TASK, REVOKED, STACK_SIGNAL, decode, encode
-from teleloader_server.workers.procfs import CpuWait
+from teleloader_server.workers.procfs import CpuWait, anonymous_bytes
 from teleloader_server.workers.results import Results
 from teleloader_shared.codec import BatchId, Substituted, frame_size
 from teleloader_shared.orders.seeding import derive_seed
@@ -46,6 +46,9 @@ REPORT_LATEST: Final = 0.01
 
 PROGRESS_EVERY: Final = 0.1
 """Minimum seconds between two `Progress` messages while batches are skipped."""
+
+MEMORY_EVERY: Final = 0.01
+"""Minimum seconds between two measurements of the memory while a shuffle buffer is filled."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _STDERR: Final = 2
@@ -142,6 +145,8 @@ class Worker:
         self._init_failures: dict[str, BaseException] = {}
         self._pid = os.getpid()
         self._last_progress_report = 0.0
+        self._max_memory = settings.max_memory
+        self._memory_measured = 0.0
         self._reported = 0.0
 
     def run(self) -> None:
@@ -331,10 +336,21 @@ class Worker:
 
     def _report_progress(self, replayed: Replayed | None) -> None:
         now = time.monotonic()
+        if replayed is None and self._max_memory and now - self._memory_measured > MEMORY_EVERY:
+            self._memory_measured = now
+            self._check_memory()
         if now - self._last_progress_report > PROGRESS_EVERY:
             self._last_progress_report = now
             has_just_begun = replayed is None or replayed.batches == 1  # the server logs only longer replays
             self._send(messages.Progress(None if has_just_begun else replayed))
+
+    def _check_memory(self) -> None:
+        used = anonymous_bytes()  # batches in shared memory count towards the memory budget
+        if used > self._max_memory:
+            raise MemoryError(
+                f"worker {self._number} (pid {self._pid}) has {used / 2**20:,.0f} MiB of resident memory, and the "
+                f"limit is {self._max_memory / 2**20:,.0f} MiB (--max-worker-memory)"
+            )
 
     def report_late(self) -> None:
         """Send delayed results while the next task is in progress; runs in a separate thread."""

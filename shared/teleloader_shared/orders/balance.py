@@ -24,7 +24,7 @@ Only the number of batches per window has to be known in advance (`windows.first
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from typing import Final
@@ -45,7 +45,7 @@ _LIMITS: Final = 64
 
 
 class StepOrder:
-    """Positions of a rank's samples in each global step of an epoch with batches of a fixed size.
+    """Positions of the ranks' samples in each global step of an epoch with batches of a fixed size.
 
     Args:
         balance: Parameters.
@@ -53,7 +53,6 @@ class StepOrder:
         order: Function that returns the dataset indices at positions of the epoch.
         samples: Samples of all ranks in the epoch.
         epoch_samples: Positions of the order; padding samples continue after its end.
-        rank: The rank.
         world_size: Number of ranks.
         seed: Seed of the epoch; None to keep the steps of a window in descending order of length.
     """
@@ -66,7 +65,6 @@ class StepOrder:
         *,
         samples: int,
         epoch_samples: int,
-        rank: int,
         world_size: int,
         seed: int | None,
     ) -> None:
@@ -74,14 +72,14 @@ class StepOrder:
         self._group, self._epoch_samples = balance.group, epoch_samples
         self._incomplete = samples - epoch_samples // balance.group * balance.group
         """Samples of all ranks in the incomplete last step, with padding or without omitted samples (`tail`)."""
-        self._rank, self._ranks, self._seed = rank, world_size, seed
+        self._ranks, self._seed = world_size, seed
         self._windows = Windows(epoch_samples, balance.window)
         per_window = balance.window // balance.group
         self.steps = Groups(range(0, len(self._windows) * per_window + 1, per_window), self._divide)
-        """Positions of the rank's samples in each step: int64 of shape (samples,), padding samples last. The last
+        """Positions of each rank's samples in each step: int64 of shape (samples,), padding samples last. The last
         window may have fewer steps."""
 
-    def _divide(self, window: int) -> list[Ints]:
+    def _divide(self, window: int) -> list[Sequence[Ints]]:
         positions = np.arange(*self._windows.bounds(window), dtype=np.int64)
         positions = positions[np.argsort(-self._lengths.of(self._order(positions)), kind="stable")]
         count, rest = divmod(len(positions), self._group)
@@ -91,26 +89,28 @@ class StepOrder:
         steps = np.delete(positions, slice(cut, cut + rest)).reshape(count, self._group // self._ranks, self._ranks)
         steps = steps[places]
         steps[:, 1::2] = steps[:, 1::2, ::-1]
-        columns = np.full(count, self._rank)
+        of_ranks = steps.transpose(0, 2, 1)
         if self._seed is not None:
-            columns = columns + random_below(np.arange(count), derive("columns", self._seed, window), self._ranks)
-        columns %= self._ranks
-        own = np.take_along_axis(steps, columns[:, None, None], axis=2)[:, :, 0]
+            turns = random_below(np.arange(count), derive("columns", self._seed, window), self._ranks)
+            columns = (np.arange(self._ranks) + turns[:, None]) % self._ranks
+            of_ranks = np.take_along_axis(of_ranks, columns[:, :, None], axis=1)
+        found: list[Sequence[Ints]] = [list(step) for step in of_ranks]
         if not rest:
-            return list(own)
+            return found
         padding = np.arange(self._epoch_samples, self._epoch_samples + self._incomplete - rest, dtype=np.int64)
-        return [*own, self._share(np.concatenate([last, padding])[: self._incomplete])]
+        positions = np.concatenate([last, padding])[: self._incomplete]
+        return [*found, [self._share(positions, rank) for rank in range(self._ranks)]]
 
-    def _share(self, positions: Ints) -> Ints:
-        """Return the rank's part of the incomplete step, with padding last.
+    def _share(self, positions: Ints, rank: int) -> Ints:
+        """Return a rank's part of the incomplete step, with padding last.
 
         The first ranks have one sample more if the numbers differ.
         """
         rows = len(positions) // self._ranks
         table = positions[: rows * self._ranks].reshape(rows, self._ranks).copy()
         table[1::2] = table[1::2, ::-1]
-        more = positions[rows * self._ranks :][self._rank : self._rank + 1]
-        own = np.concatenate([table[:, self._rank], more])
+        more = positions[rows * self._ranks :][rank : rank + 1]
+        own = np.concatenate([table[:, rank], more])
         return own[np.argsort(own >= self._epoch_samples, kind="stable")]
 
 

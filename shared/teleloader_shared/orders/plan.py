@@ -20,6 +20,7 @@ samples.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -100,14 +101,35 @@ class Plan:
                 self._groups = token_batches(spec.balance, lengths, epoch, seed, starts)
             self._epoch_samples = len(self._groups or self._sequences or ())
         self._total = _total(spec, self._epoch_samples)
-        self.samples = max(0, -(-(self._total - spec.rank) // spec.world_size))
         self._batch_size = spec.batch_size or 1
-        self._batches = self.samples // self._batch_size if spec.drop_last else -(-self.samples // self._batch_size)
         self._order = _order(spec, length, epoch)
         self._rotation_key = derive("ranks", spec.seed, epoch)
         self._batches_per_block = max(1, _BLOCK_SAMPLES // self._batch_size)
-        self._block: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        if spec.balance is not None:  # the ranks reach a window at about the same time, and the next one later
+            steps = spec.balance.window // spec.balance.group
+            self._batches_per_block = min(self._batches_per_block, steps)
         self._steps = None if self._groups is not None else self._step_order(lengths)
+        self._select_rank()
+
+    def of_rank(self, spec: LoaderSpec) -> Plan:
+        """Return the plan of another rank, which uses the windows that were divided for this one, and vice versa.
+
+        Both plans must be used in the same thread.
+
+        Args:
+            spec: Parameters of the loader of that rank, which are otherwise those of this plan.
+        """
+        other = copy.copy(self)
+        other.spec = spec
+        other._select_rank()
+        return other
+
+    def _select_rank(self) -> None:
+        """Set the attributes that depend on the rank."""
+        spec, size = self.spec, self._batch_size
+        self.samples = max(0, -(-(self._total - spec.rank) // spec.world_size))
+        self._batches = self.samples // size if spec.drop_last else -(-self.samples // size)
+        self._block: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     def _step_order(self, lengths: Lengths | None) -> StepOrder | None:
         spec, order = self.spec, self._order
@@ -115,7 +137,7 @@ class Plan:
             return None
         return StepOrder(
             spec.balance, lengths, (lambda positions: positions) if order is None else order,
-            samples=self._total, epoch_samples=self._epoch_samples, rank=spec.rank, world_size=spec.world_size,
+            samples=self._total, epoch_samples=self._epoch_samples, world_size=spec.world_size,
             seed=derive("balance", spec.seed, self.epoch) if spec.shuffle else None,
         )  # fmt: skip
 
@@ -251,7 +273,7 @@ class Plan:
         if self._steps is None:
             raise TypeError("the indices of balanced batches require lengths")
         first = start // self._batch_size
-        steps = [self._steps.steps[step] for step in range(first, -(-stop // self._batch_size))]
+        steps = [self._steps.steps[step][self.spec.rank] for step in range(first, -(-stop // self._batch_size))]
         found = np.concatenate([np.empty(0, np.int64), *steps])
         return found[start - first * self._batch_size : stop - first * self._batch_size]
 

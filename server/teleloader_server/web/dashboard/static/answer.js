@@ -2,7 +2,7 @@
 
 import { byId, make, say } from "./dom.js";
 import { plural } from "./format.js";
-import { boundOf, byNeed, nameOf, summary } from "./diagnoses.js";
+import { boundOf, byNeed, runAndName, summary } from "./diagnoses.js";
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
@@ -38,7 +38,7 @@ export class Answer {
   #showWorst(worst, consumers, total) {
     const { name, tone, sign } = boundOf(worst);
     const rank = worst.world_size > 1 ? `, rank ${worst.rank}` : "";
-    this.#say(`${sign} ${capital(name)}`, `${nameOf(worst)}${rank} of ${worst.dataset}:`, worst.diagnosis.advice, tone);
+    this.#say(`${sign} ${capital(name)}`, `${runAndName(worst)}${rank} of ${worst.dataset}:`, worst.diagnosis.advice, tone);
     const known = consumers.length < total ? ` (${consumers.length} loaded so far)` : "";
     say(byId("counts"), `${plural(total, "consumer")}${known}: ${summary(consumers)}.`);
   }

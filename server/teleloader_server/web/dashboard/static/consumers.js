@@ -77,7 +77,7 @@ export class ConsumerTable {
 
   #fill() {
     const words = this.#filter.value.toLowerCase().split(/\s+/);
-    const text = (one) => `${nameOf(one)} ${one.dataset} ${boundOf(one).name}`.toLowerCase();
+    const text = (one) => `${one.run ?? ""} ${nameOf(one)} ${one.dataset} ${boundOf(one).name}`.toLowerCase();
     const found = this.#consumers.filter((one) => words.every((word) => text(one).includes(word)));
     const last = Math.max(0, Math.ceil(found.length / ROWS) - 1);
     this.#page = Math.min(Math.max(this.#page, 0), last);
@@ -95,15 +95,17 @@ export class ConsumerTable {
   #row() {
     const [name, dataset, rank, epoch, place, batches, size, waited, source] = TITLES.map(() => make("span"));
     source.className = "quiet";
+    const run = make("strong");
     const progress = bar("Progress through the epoch", "progressbar");
     const diagnosis = new Diagnosis();
     const element = this.#table.row(
-      name, dataset, rank, epoch, make("span", { class: "barred" }, progress.element, place), batches, size,
+      make("span", {}, run, " ", name), dataset, rank, epoch, make("span", { class: "barred" }, progress.element, place), batches, size,
       make("span", {}, waited, " ", source), diagnosis.element,
     );
     return {
       element,
       update(consumer) {
+        sayName(run, consumer.run ?? "");
         sayName(name, nameOf(consumer));
         say(dataset, consumer.dataset);
         say(rank, `${consumer.rank} of ${consumer.world_size}`);

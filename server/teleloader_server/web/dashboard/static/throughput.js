@@ -82,8 +82,8 @@ class Plot {
 }
 
 export class Throughput {
-  #batches = new Plot("Batches/s");
-  #bytes = new Plot("MiB/s");
+  #batches = new Plot("Sent batches/s");
+  #bytes = new Plot("Sent MiB/s");
 
   note(server) {
     this.#add(server.batches_per_second, server.bytes_per_second / MIB);
