@@ -34,7 +34,7 @@ class Documents:
         return torch.tensor(list((SENTENCE * 20)[index % len(SENTENCE) :][:length]))
 
 
-class LanguageModel(nn.Module):  # type: ignore[misc, unused-ignore]
+class LanguageModel(nn.Module):
     """Transformer with one layer, whose attention does not cross the boundaries of documents."""
 
     def __init__(self, width: int = 32) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from teleloader import DataLoader, RemoteDataset
@@ -57,6 +58,7 @@ def train(url: str, mesh: DeviceMesh) -> None:
             optimizer.zero_grad()
             loss.backward()
             for parameter in model.parameters():
+                assert isinstance(parameter.grad, DTensor)
                 dist.all_reduce(parameter.grad.to_local(), dist.ReduceOp.AVG, group=mesh.get_group("dp"))
             optimizer.step()
             seen += indices.tolist()

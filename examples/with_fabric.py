@@ -10,6 +10,7 @@ among the processes; the test loader gets a DistributedSampler from Fabric.
 """
 
 import argparse
+from typing import Any
 
 import lightning
 import torch
@@ -36,7 +37,7 @@ def train(fabric: lightning.Fabric, url: str, epochs: int) -> None:
 
     with torch.no_grad():
         right = [model(images).argmax(1) == labels for images, labels in test_loader]
-    accuracy = fabric.all_reduce(torch.cat(right).float().mean())
+    accuracy: Any = fabric.all_reduce(torch.cat(right).float().mean())
     fabric.print(f"{epochs} epochs of {len(train_loader)} batches on each process, test accuracy {float(accuracy):.3f}")
 
 

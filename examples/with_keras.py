@@ -34,19 +34,20 @@ def train(url: str, epochs: int) -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=keras.optimizers.Adam(3e-3), loss=loss, metrics=["accuracy"])
     options: dict[str, Any] = {"batch_size": 64, "drop_last": True}
+    quiet: dict[str, Any] = {"verbose": 0}  # its type is inferred from the default "auto"
     train_set, test_set = RemoteDataset(url, "digits-train"), RemoteDataset(url, "digits-test")
 
     if keras.backend.backend() == "torch":
         from teleloader.torch import DataLoader
 
-        model.fit(DataLoader(train_set, shuffle=True, seed=0, **options), epochs=epochs, shuffle=False, verbose=0)
-        _, accuracy = model.evaluate(DataLoader(test_set, **options), verbose=0)
+        model.fit(DataLoader(train_set, shuffle=True, seed=0, **options), epochs=epochs, shuffle=False, **quiet)
+        _, accuracy = model.evaluate(DataLoader(test_set, **options), **quiet)
     else:
         options["output"] = "numpy"
         loader = teleloader.DataLoader(train_set, shuffle=True, seed=0, **options)
-        model.fit(endless(loader), steps_per_epoch=len(loader), epochs=epochs, shuffle=False, verbose=0)
+        model.fit(endless(loader), steps_per_epoch=len(loader), epochs=epochs, shuffle=False, **quiet)
         loader = teleloader.DataLoader(test_set, **options)
-        _, accuracy = model.evaluate(endless(loader), steps=len(loader), verbose=0)
+        _, accuracy = model.evaluate(endless(loader), steps=len(loader), **quiet)
     print(f"{keras.backend.backend()}: {int(model.optimizer.iterations)} steps, test accuracy {accuracy:.3f}")
 
 

@@ -70,7 +70,7 @@ if __name__ == "__main__":
             folder, num_train_epochs=5, per_device_train_batch_size=32, learning_rate=0.05, use_cpu=True, seed=0,
             gradient_accumulation_steps=3, report_to=[], disable_tqdm=True, save_strategy="no", logging_strategy="no",
         )  # fmt: skip
-        remote = RemoteDataset(url)
+        remote: Any = RemoteDataset(url)
         trainer = RemoteTrainer(
             Classifier(), arguments, train_dataset=remote, eval_dataset=remote, compute_metrics=accuracy
         )

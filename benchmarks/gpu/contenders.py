@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -123,6 +124,7 @@ class Torch:
     @contextmanager
     def open(self, source: Source, ranks: Ranks = ALONE, copies: Copies | None = None) -> Iterator[Begin]:
         """Start workers with the first epoch; they stay for further ones."""
+        gc.collect()  # in a forked worker, freeing an event of earlier contenders would abort the worker
         accelerator = self._accelerator
         dataset = Images(source.length)
         sampler: Any = None

@@ -42,8 +42,7 @@ class Memory:
                 step(f"memory: {contender.name}, round {number + 1} of {rounds.count}")
                 found[contender.name].append(_turn(setting, contender, number))
         keys = {
-            "pinned_in_use": "pinned, in use",
-            "pinned_owned": "pinned, with torch's cache",
+            "pinned": "pinned, with torch's cache",
             "locked": "VmLck + VmPin",
             "device_in_use": "device, in use",
             "device_reserved": "device, with torch's cache",
@@ -67,7 +66,7 @@ def _turn(setting: Setting, contender: Contender, seed: int) -> dict[str, int | 
         del batches
     device = torch.cuda.memory_stats(setting.accelerator.device)
     return {
-        **_pinned(),
+        "pinned": _pinned(),
         "locked": locked,
         "device_in_use": device.get("allocated_bytes.all.peak", 0),
         "device_reserved": device.get("reserved_bytes.all.peak", 0),
@@ -90,15 +89,15 @@ def _release(accelerator: Accelerator) -> None:
         torch.cuda.reset_peak_host_memory_stats()
 
 
-def _pinned() -> Mapping[str, int | None]:
-    """Return the peak bytes of torch's pinned allocator; None before torch 2.6, which has no such counter."""
+def _pinned() -> int | None:
+    """Return the peak bytes that torch has page-locked; None before torch 2.6, which has no such counter.
+
+    The counters of the part in use are not read: torch 2.11 does not decrease them.
+    """
     if not hasattr(torch.cuda, "host_memory_stats"):
-        return {"pinned_in_use": None, "pinned_owned": None}
-    stats = torch.cuda.host_memory_stats()
-    if "active_bytes.peak" in stats:
-        return {"pinned_in_use": stats["active_bytes.peak"], "pinned_owned": stats["allocated_bytes.peak"]}
-    # earlier names
-    return {"pinned_in_use": stats.get("allocated_bytes.peak"), "pinned_owned": stats.get("reserved_bytes.peak")}
+        return None
+    stats: Mapping[str, int] = torch.cuda.host_memory_stats()
+    return stats["reserved_bytes.peak" if "reserved_bytes.peak" in stats else "allocated_bytes.peak"]
 
 
 def _locked() -> int:

@@ -17,7 +17,7 @@ Substituted = tuple[int | str | None, int | str | None]
 """Index of a failed sample, and of the sample in its place; see `codec.Substitution`."""
 
 
-MAX_SHOWN: Final = 200
+_MAX_SHOWN: Final = 200
 """Maximum length of a saved text that error messages show unabridged."""
 _OF_LENGTHS: Final = ("balance", "packing")
 """Values of orders that depend on lengths; states of other orders do not contain them."""
@@ -107,7 +107,7 @@ def load(
     for name, value in {"version": STATE_VERSION, **identity, **absent}.items():
         if state.get(name) != value:
             saved = state.get(name)
-            shown = repr(saved) if isinstance(saved, str) and len(saved) <= MAX_SHOWN else short(saved)
+            shown = repr(saved) if isinstance(saved, str) and len(saved) <= _MAX_SHOWN else short(saved)
             raise StateMismatch(
                 f"the state was saved with {name} = {shown}, but this loader has {value!r}: resume "
                 "with the arguments and the data of the loader that saved the state, or start a new run"

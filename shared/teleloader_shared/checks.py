@@ -27,5 +27,6 @@ def check_whole(name: str, value: object, low: int, high: int) -> None:
     Raises:
         InvalidSpec: If it is not; the message contains the name and the value.
     """
+    # bool is a subclass of int, but a batch size of True is a mistake
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidSpec(f"{name} must be an integer in [{low}, {high}], got {short(value)}")

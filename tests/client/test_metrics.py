@@ -9,12 +9,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
+from teleloader import DataLoader, RemoteDataset
+from teleloader_server import serve
+
+pytest.importorskip("prometheus_client")
+
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from teleloader import DataLoader, RemoteDataset
 from teleloader.metrics import LoaderCollector
-from teleloader_server import serve
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import ExitStack
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 from typing import Final
 
@@ -47,7 +47,7 @@ _NUMBER = re.compile(r"\b\d[\d.,:-]*(?: ?(?:[numkKMGT]?s|[KMGT]?i?B))?\b")
 """Number with its unit, which may differ on another machine."""
 _TOKEN = re.compile(r"\btl_[\w-]{40,}")
 _ANY_TOKEN: Final = "tl_..."
-_networks = count(1)
+_networks = cycle(range(0, 240, 10))
 
 
 def same_but(expected: str, got: str) -> bool:
@@ -75,7 +75,7 @@ class Page:
     def __init__(self, path: Path, folder: Path, port: int, stack: ExitStack) -> None:
         self._folder = folder
         self._stack = stack
-        self._network = f"127.{os.getpid() // 254 % 254 + 1}.{os.getpid() % 254 + 1}.{10 * (next(_networks) % 24)}"
+        self._network = f"127.{os.getpid() // 254 % 254 + 1}.{os.getpid() % 254 + 1}.{next(_networks)}"
         self._port = port
         self._printed = ""
         self._token = _ANY_TOKEN

@@ -140,7 +140,7 @@ def test_stats_shows_what_the_server_says(figures: tuple[MadeUpServer, str]) -> 
     for shown in (
         "teleloader-server 1.2.3 on cpu-box, up 2 h 3 min, 4 workers, 1 restart",
         "125 batches/s, 64.5 MiB/s sent; 6.5 of 16 CPUs; batch memory 512 MiB of 2 GiB, all processes 1.5 GiB",
-        "trainer-0 train 0/1 2",
+        "trainer-0 - train 0/1 2",
         "30 % 12.5 6.25 MiB 62 % workers 480 MiB 1 0",
         "0 5000 busy batch 12 of epoch 0 of train 250 ms 93 % 1,234 0 120 MiB -",
         "train map 50,000 4,000 25 ms / 80 ms / 120 ms 2 ms / 4 ms / 6 ms 400 us / 900 us / 1 ms 4,000 3",
@@ -165,7 +165,7 @@ def test_stats_shows_the_run_and_the_end_of_an_epoch(figures: tuple[MadeUpServer
     diagnoses = [line for line in out.splitlines() if line.startswith(("a.py, ", "b.py, "))]
     assert diagnoses[0].startswith("b.py, trainer-1: loader-bound.")
     assert diagnoses[1] == "a.py, trainer-0: finished. Epoch 2 is finished."
-    assert re.search(r"^a.py +trainer-0 .*100 % .* finished ", out, re.MULTILINE)
+    assert re.search(r"^trainer-0 +a.py .*100 % .* finished ", out, re.MULTILINE)
 
 
 def test_stats_as_json_is_what_the_server_says(figures: tuple[MadeUpServer, str]) -> None:

@@ -72,6 +72,18 @@ class FakePool:
         """Do nothing: no process runs."""
 
 
+async def started(
+    pool: FakePool, batches: int, *, memory: Memory | None = None, counters: Counters | None = None
+) -> tuple[Engine, Loader, RangeRequest]:
+    """Start an engine; return it with a loader of 100 batches, and a request for the first `batches` of them."""
+    engine = Engine(pool, memory or Memory(BUDGET), counters or Counters(), SOURCE)
+    await engine.start()
+    spec = LoaderSpec(dataset="data", batch_size=1)
+    loader = Loader(spec.key, spec, 100, 100)
+    ranges = BatchRanges(range(0, batches))
+    return engine, loader, RangeRequest(consumer="a", key=loader.key, epoch=0, batches=ranges)
+
+
 async def begun() -> None:
     """Run the engine's decisions."""
     for _ in range(3):
@@ -140,11 +152,7 @@ async def test_idle_loaders_are_forgotten_some_at_a_time(monkeypatch: pytest.Mon
 async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> None:
     """A loading thread cannot be stopped: its last batch may arrive after the engine is closed."""
     pool, memory = FakePool(), Memory(BUDGET)
-    engine = Engine(pool, memory, Counters(), SOURCE)
-    await engine.start()
-    spec = LoaderSpec(dataset="data", batch_size=1)
-    loader = Loader(spec.key, spec, 100, 100)
-    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 1)))
+    engine, loader, request = await started(pool, 1, memory=memory)
     with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
         await begun()
     await engine.close()
@@ -157,16 +165,11 @@ async def test_a_batch_that_is_finished_after_the_end_counts_for_no_memory() -> 
 async def test_only_batches_with_samples_are_estimates(samples: int, nbytes: int | None) -> None:
     """The end of a shard is a batch without samples; its size says nothing about others."""
     pool = FakePool()
-    engine = Engine(pool, Memory(BUDGET), Counters(), SOURCE)
-    await engine.start()
-    spec = LoaderSpec(dataset="data", batch_size=1)
-    loader = Loader(spec.key, spec, 100, 100)
-    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 1)))
+    engine, loader, request = await started(pool, 1)
     with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None):
         await begun()
         ((worker, task),) = pool.tasks
-        report = REPORT._replace(samples=[samples])
-        engine.tasks_done(worker, [task], [np.zeros(100, np.uint8)], report)
+        engine.tasks_done(worker, [task], [np.zeros(100, np.uint8)], REPORT._replace(samples=[samples]))
     assert loader.batch_nbytes == nbytes
     await engine.close()
 
@@ -175,11 +178,7 @@ async def test_only_batches_with_samples_are_estimates(samples: int, nbytes: int
 async def test_a_response_waits_for_a_number_of_batches(count: int | None, first: int, expected: int) -> None:
     """The wait ends with the last of the batches, without a task of its own."""
     pool = FakePool()
-    engine = Engine(pool, Memory(BUDGET), Counters(), SOURCE)
-    await engine.start()
-    spec = LoaderSpec(dataset="data", batch_size=1)
-    loader = Loader(spec.key, spec, 100, 100)
-    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)))
+    engine, loader, request = await started(pool, 4)
     with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
         await begun()
         for k, (worker, task) in enumerate(sorted(pool.tasks, key=lambda pair: pair[1].batch_id)):
@@ -205,13 +204,9 @@ async def test_the_first_result_of_a_batch_with_a_backup_counts() -> None:
     pool, counters = FakePool(), Counters()
     withdrawn: list[tuple[int, int]] = []
     pool.withdraw = lambda worker, batch_id: withdrawn.append((worker, batch_id.batch))  # type: ignore[attr-defined]
-    engine = Engine(pool, Memory(BUDGET), counters, SOURCE)
-    await engine.start()
-    spec = LoaderSpec(dataset="data", batch_size=1)
-    loader = Loader(spec.key, spec, 100, 100)
+    engine, loader, request = await started(pool, 2, counters=counters)
     for _ in range(MIN_BATCHES):
         loader.times.add(0.01)
-    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 2)))
     with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
         await begun()
         (stuck, late), (other, task) = pool.tasks
@@ -235,11 +230,7 @@ async def test_the_first_result_of_a_batch_with_a_backup_counts() -> None:
 @asynccontextmanager
 async def requested() -> AsyncIterator[BatchStream]:
     """Return a request for four batches, none of which is ready, of an engine that is closed at the end."""
-    engine = Engine(FakePool(), Memory(BUDGET), Counters(), SOURCE)
-    await engine.start()
-    spec = LoaderSpec(dataset="data", batch_size=1)
-    loader = Loader(spec.key, spec, 100, 100)
-    request = RangeRequest(consumer="a", key=loader.key, epoch=0, batches=BatchRanges(range(0, 4)))
+    engine, loader, request = await started(FakePool(), 4)
     with engine.batches(loader, Quota("anyone", BUDGET, 10), request, lambda: None) as stream:
         yield stream
     await engine.close()

@@ -343,7 +343,7 @@ def test_processes_share_the_file_and_may_be_killed(tmp_path: Path) -> None:
     while next(tmp_path.glob("*.sqlite")).stat().st_size < 2**20:
         assert any(process.is_alive() for process in processes)
     for process in processes:
-        os.kill(process.pid or 0, signal.SIGKILL)
+        process.kill()
         process.join()
     take_counts()
     assert [dataset[index]["label"] for index in range(100)] == list(range(100))

@@ -401,12 +401,12 @@ def _bottleneck(diagnosis: Diagnosis) -> Bottleneck:
 
 
 CONSUMER_COLUMNS: Final = (
-    Column("run", lambda found: found.run or "-", least=12, rank=2, is_name=True),
     Column("consumer", lambda found: _name(found), least=18, is_name=True),
+    Column("run", lambda found: found.run or "-", least=12, rank=6, is_name=True),
     Column("dataset", attrgetter("dataset"), least=12, is_name=True),
-    Column("rank", lambda found: f"{found.rank}/{found.world_size}", attrgetter("rank"), rank=6),
+    Column("rank", lambda found: f"{found.rank}/{found.world_size}", attrgetter("rank"), rank=7),
     figure("epoch", "epoch", rank=1),
-    Column("", lambda found: _bar(found), rank=7),
+    Column("", lambda found: _bar(found), rank=8),
     Column("progress", lambda found: _progress(found), lambda found: _fraction(found)),
     figure("batches/s", "batches_per_second", number),
     figure("bytes/s", "bytes_per_second", size, rank=5),
@@ -417,9 +417,9 @@ CONSUMER_COLUMNS: Final = (
         lambda found: list(STYLES).index(_bottleneck(found.diagnosis)),
         least=14,
     ),
-    figure("sent", "bytes_sent", size, rank=8),
-    figure("reconnects", "reconnects", "{:,}".format, rank=9),
-    figure("hedges", "hedges", "{:,}".format, rank=10),
+    figure("sent", "bytes_sent", size, rank=9),
+    figure("reconnects", "reconnects", "{:,}".format, rank=10),
+    figure("hedges", "hedges", "{:,}".format, rank=11),
 )
 """Columns of the table of consumers."""
 

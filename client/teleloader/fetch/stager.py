@@ -84,6 +84,7 @@ class Stager:
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT)
         self._copies.clear()
+        self._times.clear()
 
     # -- in the stager's thread
 

@@ -219,8 +219,15 @@ class CopyTimes:
                 total += seconds
                 self._pending.popleft()
         except Exception:  # noqa: BLE001 - the device failed: the next copy or the training loop raises the error
-            self._pending.clear()
+            self.clear()
         return total
+
+    def clear(self) -> None:
+        """Forget the copies in progress.
+
+        Otherwise, the garbage collector of a forked process could free their events, which aborts that process.
+        """
+        self._pending.clear()
 
 
 def check_sharding(sharding: Any) -> None:

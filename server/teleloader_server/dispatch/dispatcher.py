@@ -388,14 +388,12 @@ class Dispatcher:
             self._backups.computed += seconds
             if batch.backup is not None:
                 other = self._end_backup(batch, batch.backup, worker, seconds)
-            if is_beyond:
-                pass
-            elif batch.slow is None:
-                loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
-                loader.times.add(seconds)
-            elif seconds <= SLOW_FROM and not frame.failed:
-                loader.slow.forget(batch.slow.samples)
             if not is_beyond:
+                if batch.slow is None:
+                    loader.batch_seconds = _smoothed(loader.batch_seconds, seconds)
+                    loader.times.add(seconds)
+                elif seconds <= SLOW_FROM and not frame.failed:
+                    loader.slow.forget(batch.slow.samples)
                 loader.batch_nbytes = _smoothed(loader.batch_nbytes, len(frame.raw))
             self._loads.update(worker)
         self._slow.discard(batch_id)

@@ -127,7 +127,7 @@ class Batch:
         self._since = now
 
     def omit_time(self) -> None:
-        """Do not count the time since the last call of `count_time`, because it is no property of this batch."""
+        """Exclude the time since the last call of `count_time` from the times of the stages."""
         self._since = time.perf_counter()
 
 

@@ -11,9 +11,9 @@ from ray.util import get_node_ip_address
 from teleloader.api.control import Server
 from teleloader.api.credentials import Credentials
 from teleloader_server.fleet.scaler import Report, report_of
-from teleloader_server.ray.authority import FleetSecret
 from teleloader_server.ray.process import ServerProcess, ServerStatus
 from teleloader_server.ray.settings import FleetSettings
+from teleloader_shared.secret import Secret
 
 NAMESPACE: Final = "teleloader"
 MAX_CALLS: Final = 4
@@ -31,7 +31,7 @@ class Access(NamedTuple):
     registry: str
     ca: str
     """CA certificate in PEM format."""
-    token: FleetSecret
+    token: Secret
 
 
 class _ServerActor:
