@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from teleloader.cli.aggregate import diagnosis_of, merged
 from teleloader_shared.stats import Bottleneck, Diagnosis, Latency, Stats
 from tests.conftest import examples
-from tests.end_to_end.made_up import BUSY, CONSUMER, DATASET, SERVER, made_up
+from tests.end_to_end.made_up import BUSY, CONSUMER, DATASET, FINISHED, SERVER, made_up
 
 counts = st.integers(0, 2**40)
 rates = st.floats(0, 1e9)
@@ -156,9 +156,9 @@ def test_consumed_batches_are_those_of_all_servers() -> None:
     later = dataclasses.replace(known, position=9, batches_per_second=12.0)
     (found,) = merged([dataclasses.replace(made_up(), consumers=[one]) for one in (known, later)]).consumers
     assert (found.position, found.batches_per_second, found.finished, found.run) == (9, 12.0, False, "train.py")
-    ended = dataclasses.replace(later, position=400, finished=True, idle=0.0, diagnosis=BALANCED)
+    ended = dataclasses.replace(later, position=400, finished=True, idle=0.0, diagnosis=FINISHED)
     (found,) = merged([dataclasses.replace(made_up(), consumers=[one]) for one in (known, ended)]).consumers
-    assert (found.position, found.finished, found.diagnosis) == (400, True, BALANCED)
+    assert (found.position, found.finished, found.diagnosis) == (400, True, FINISHED)
 
 
 def test_omitted_consumers_are_counted() -> None:

@@ -231,17 +231,17 @@ def test_many_servers_with_hostile_urls_fit_on_a_phone(server: MadeUpServer, ope
 
 def test_runs_have_names_and_finished_consumers_are_last(server: MadeUpServer, open_page: Open) -> None:
     """Names of runs are text, whatever they contain; the progress of a finished consumer is complete."""
-    ended = Diagnosis("unknown", None, "Epoch 2 is finished.")
+    ended = Diagnosis("finished", None, "Epoch 2 is finished.", 1.0)
     first = dataclasses.replace(CONSUMER, consumer="one", run="<b>a.py", finished=True, position=400, diagnosis=ended)
-    second = dataclasses.replace(CONSUMER, consumer="other", run="b.py", finished=False, diagnosis=BALANCED)
+    second = dataclasses.replace(CONSUMER, consumer="other", run="b.py", finished=False, diagnosis=BUSY)
     server.stats = dataclasses.replace(server.stats, consumers=[first, second], consumers_total=2)
     page = open_page(server.url)
-    until(page.locator("#sentence"), f"= Balanced b.py, other of train: {BALANCED.advice}")
+    until(page.locator("#sentence"), f"● Training b.py, other of train: {BUSY.advice}")
     names = page.locator("#consumers").get_by_role("rowheader").all_inner_texts()
     assert names == ["b.py other", "<b>a.py one"]
     assert "✓ finished Epoch 2 is finished." in " ".join(cells(page, "<b>a.py one")[-1].split())
     assert "400 / 400" in " ".join(cells(page, "<b>a.py one"))
-    until(page.locator("#counts"), "2 consumers: 1 balanced, 1 finished.")
+    until(page.locator("#counts"), "2 consumers: 1 training, 1 finished.")
 
 
 def test_the_worst_diagnosis_is_the_first_sentence(server: MadeUpServer, open_page: Open) -> None:

@@ -119,7 +119,7 @@ def test_the_measurements_of_receiving_threads_are_rates() -> None:
     loop = LoopCounters(0.0)
     for second in range(5):
         totals = ReceivingTotals(*(rate * second for rate in (0.5, 0.25, 0.0, 0.1, 0.05, 0.2, 10, 1)))
-        loop.add_report(ConsumerReport(second, 0.75 * second, 1 + second, 0, 0, totals), second)
+        loop.add_report(ConsumerReport(second, 0.75 * second, 1 + second, 0, 0, receiving=totals), second)
     assert loop.recent(4.0).receiving == pytest.approx((0.5, 0.25, 0.0, 0.1, 0.05, 0.2, 10, 1))
     loop.add_report(ConsumerReport(5.0, 3.75, 6, 0, 0), 5.0)
     assert loop.recent(5.0).receiving is None
