@@ -127,7 +127,7 @@ CONSUMER = ConsumerStats(
 BUSY = Diagnosis("training", 4, "The loop hardly waits, and the workers are hardly idle.", 0.7)
 TRAINER = Diagnosis("training", 1, "Batches wait for the training loop: 1 worker would suffice.", 1.0)
 NETWORK = Diagnosis("network", None, "Batches arrive too slowly: use compression or a faster network.", 0.9)
-FINISHED = Diagnosis("finished", None, "All batches of the epoch were sent.", 1.0)
+FINISHED = Diagnosis("finished", None, "The epoch is finished.", 1.0)
 UNKNOWN = Diagnosis("unknown", None, "It has not asked for long enough.")
 
 

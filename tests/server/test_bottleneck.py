@@ -379,7 +379,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         "Batches are ready when they are requested",
     ),
     "it requests nothing": ({"idle": 12.0}, {}, "idle", None, "No request for 12 s."),
-    "it has all batches": ({"idle": 3.0, "is_finished": True}, {}, "finished", None, "All batches of the epoch were"),
+    "it has all batches": ({"idle": 3.0, "is_finished": True}, {}, "finished", None, "The epoch is finished"),
     "it has just started": (
         {"known_for": 0.5, "data_wait_fraction": 1.0},
         {},
