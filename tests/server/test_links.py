@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from teleloader_server.stats.links import Links
+from teleloader_server.dispatch.counters import LoopCounters
+from teleloader_server.dispatch.rates import RateWindow
+from teleloader_server.stats.links import measure
 from teleloader_server.stats.machine import MachineUse, MainThread
 
 PIECE = b"x" * 2**16
@@ -29,16 +30,23 @@ async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Strea
         writer.close()
 
 
+def connections_of(writer: asyncio.StreamWriter) -> dict[asyncio.BaseTransport, RateWindow | None]:
+    """Return the connections of a client that has one."""
+    loop = LoopCounters(0.0)
+    loop.add_connection(writer.transport)
+    return loop.connections
+
+
 async def test_a_connection_is_measured_from_the_second_time_on() -> None:
     """The round-trip time is known at once; fractions of time need two measurements."""
-    links = Links()
     async with connected() as (reader, writer):
+        connections = connections_of(writer)
         writer.write(PIECE)
         await reader.readexactly(len(PIECE))
-        first = links.measure([writer.transport], 10.0)
+        first = measure(connections, 10.0)
         writer.write(PIECE)
         await reader.readexactly(len(PIECE))
-        second = links.measure([writer.transport], 12.0)
+        second = measure(connections, 12.0)
     assert first is not None
     assert second is not None
     assert 0 < first.rtt < 1
@@ -50,37 +58,36 @@ async def test_a_connection_is_measured_from_the_second_time_on() -> None:
 
 async def test_an_old_measurement_is_not_recent() -> None:
     """If statistics were requested long ago, the fractions are unknown again."""
-    links = Links()
     async with connected() as (_, writer):
-        found = [links.measure([writer.transport], now) for now in (10.0, 12.0, 60.0)]
+        connections = connections_of(writer)
+        found = [measure(connections, now) for now in (10.0, 12.0, 60.0)]
     assert [link is not None and link.busy is not None for link in found] == [False, True, False]
 
 
 async def test_a_client_that_does_not_read_has_a_full_window() -> None:
     """The fraction of time with a full window shows it."""
-    links = Links()
     async with connected() as (_, writer):
+        connections = connections_of(writer)
         for _ in range(200):
             writer.write(PIECE)
         began = time.monotonic()
-        links.measure([writer.transport], began)
+        measure(connections, began)
         await asyncio.sleep(1)
-        found = links.measure([writer.transport], time.monotonic())
+        found = measure(connections, time.monotonic())
     assert found is not None
     assert found.unread == pytest.approx(1.0, abs=0.3)
 
 
 async def test_closed_connections_are_not_measured() -> None:
-    """They are forgotten with their transports."""
-    links = Links()
-    async with connected() as (_, writer):
-        assert links.measure([writer.transport], 10.0) is not None
-        writer.close()
-        assert links.measure([writer.transport], 11.0) is None
-    del writer
-    await asyncio.sleep(0)
-    gc.collect()
-    assert links.measure([], 12.0) is None
+    """They are forgotten when another connection is added."""
+    loop = LoopCounters(0.0)
+    async with connected() as (_, first), connected() as (_, second):
+        loop.add_connection(first.transport)
+        assert measure(loop.connections, 10.0) is not None
+        first.close()
+        assert measure(loop.connections, 11.0) is None
+        loop.add_connection(second.transport)
+        assert list(loop.connections) == [second.transport]
 
 
 def test_the_main_thread_is_measured_from_the_second_time_on() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
 from teleloader_server.dispatch.records import Consumer, Epoch, training_loop
@@ -309,8 +309,8 @@ class LoopCounters:
         """Time during which a requested batch was not ready."""
         self.sending = Stopwatch()
         """Time during which a response was being sent."""
-        self.transports: WeakSet[asyncio.BaseTransport] = WeakSet()
-        """Transports of the client's connections."""
+        self.connections: dict[asyncio.BaseTransport, RateWindow | None] = {}
+        """Connections of the client, each with the window of its measurements; None before the first one."""
         self._since = now
         self._window = RateWindow(now, *self._totals(now))
         self._reported: RateWindow | None = None
@@ -325,6 +325,12 @@ class LoopCounters:
         """Batches that the training loop consumed since the first report."""
         self._last_taken: int | None = None
         self._taken_window = RateWindow(now, 0)
+
+    def add_connection(self, transport: asyncio.BaseTransport) -> None:
+        """Add a connection of the client, and forget closed ones."""
+        if transport not in self.connections:
+            kept = {one: window for one, window in self.connections.items() if not one.is_closing()}
+            self.connections = {**kept, transport: None}
 
     def add_report(self, report: ConsumerReport, now: float) -> bool:
         """Record the report that the client sends with each request.

@@ -35,7 +35,7 @@ from teleloader_server.stats.evidence import (
     Straggler,
     total_demand,
 )
-from teleloader_server.stats.links import Links
+from teleloader_server.stats.links import measure
 from teleloader_server.stats.machine import MachineUse, MainThread
 from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState
@@ -109,7 +109,6 @@ class StatsCollector:
         self._cpu = CpuUse()
         self._machine = MachineUse()
         self._main = MainThread(now)
-        self._links = Links()
         self._measuring: asyncio.Task[dict[int | None, Memory]] | None = None
         self._measured_for: set[int | None] = set()
         self._measure_again = 0.0
@@ -253,7 +252,7 @@ class StatsCollector:
 
     def _record(self, sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
         consumer, tally, recent, _, _ = sample
-        recent = recent._replace(link=self._links.measure(tally.loop.transports, now))
+        recent = recent._replace(link=measure(tally.loop.connections, now))
         loader = consumer.loader
         batches, nbytes = tally.window.rates(now, tally.batches, tally.nbytes)
         consumed = tally.loop.consumed_rate(now)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import MutableMapping
 from contextlib import suppress
 from typing import Final, NamedTuple
-from weakref import WeakKeyDictionary
 
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.stats.evidence import Link
@@ -32,49 +31,47 @@ class _State(NamedTuple):
     unread: float
 
 
-class Links:
-    """Recent state of TCP connections, from the second measurement of a connection on."""
+def measure(connections: MutableMapping[asyncio.BaseTransport, RateWindow | None], now: float) -> Link | None:
+    """Return the state of a client's connections together; None if none is open.
 
-    def __init__(self) -> None:
-        self._windows: WeakKeyDictionary[asyncio.BaseTransport, RateWindow] = WeakKeyDictionary()
+    Fractions of time are known from the second measurement of a connection on.
 
-    def measure(self, transports: Iterable[asyncio.BaseTransport], now: float) -> Link | None:
-        """Return the state of a client's connections together; None if none is open.
+    Args:
+        connections: Transports, each with the window of its last measurements, which this function updates.
+        now: Current time in seconds.
+    """
+    found = [link for transport in connections if (link := _link(connections, transport, now)) is not None]
+    known = [link for link in found if link.busy is not None]
+    if not found:
+        return None
+    return Link(
+        rtt=max(link.rtt for link in found),
+        delivery_rate=sum(link.delivery_rate for link in found),
+        retransmitted=max((link.retransmitted or 0.0 for link in known), default=None),
+        busy=max((link.busy or 0.0 for link in known), default=None),
+        unread=max((link.unread or 0.0 for link in known), default=None),
+    )
 
-        Args:
-            transports: Transports of the connections.
-            now: Current time in seconds.
-        """
-        found = [link for transport in transports if (link := self._link(transport, now)) is not None]
-        known = [link for link in found if link.busy is not None]
-        if not found:
-            return None
-        return Link(
-            rtt=max(link.rtt for link in found),
-            delivery_rate=sum(link.delivery_rate for link in found),
-            retransmitted=max((link.retransmitted or 0.0 for link in known), default=None),
-            busy=max((link.busy or 0.0 for link in known), default=None),
-            unread=max((link.unread or 0.0 for link in known), default=None),
-        )
 
-    def _link(self, transport: asyncio.BaseTransport, now: float) -> Link | None:
-        state = None if transport.is_closing() else _state_of(transport.get_extra_info("socket"))
-        if state is None:
-            return None
-        totals = state[2:]
-        window = self._windows.get(transport)
-        if window is None or window.span(now) > 2 * WINDOW:
-            self._windows[transport] = RateWindow(now, *totals)
-            return Link(state.rtt, state.delivery_rate)
-        segments, retransmitted, busy, unread = window.rates(now, *totals)
-        window.mark(now, *totals)
-        return Link(
-            state.rtt,
-            state.delivery_rate,
-            as_share(retransmitted / segments) if segments else 0.0,
-            as_share(busy),
-            as_share(unread),
-        )
+def _link(
+    connections: MutableMapping[asyncio.BaseTransport, RateWindow | None], transport: asyncio.BaseTransport, now: float
+) -> Link | None:
+    state = None if transport.is_closing() else _state_of(transport.get_extra_info("socket"))
+    if state is None:
+        return None
+    totals, window = state[2:], connections[transport]
+    if window is None or window.span(now) > 2 * WINDOW:
+        connections[transport] = RateWindow(now, *totals)
+        return Link(state.rtt, state.delivery_rate)
+    segments, retransmitted, busy, unread = window.rates(now, *totals)
+    window.mark(now, *totals)
+    return Link(
+        state.rtt,
+        state.delivery_rate,
+        as_share(retransmitted / segments) if segments else 0.0,
+        as_share(busy),
+        as_share(unread),
+    )
 
 
 def _state_of(connected: socket.socket | None) -> _State | None:

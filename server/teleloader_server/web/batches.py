@@ -192,7 +192,7 @@ async def ready_response(scope: Scope, service: LoaderService, stream: BatchStre
     channel = None if stream.consumer.is_background else channel_of(scope)
     with stream, until_disconnect(scope, stream) as exchange:
         if exchange.transport is not None:
-            stream.tally.loop.transports.add(exchange.transport)
+            stream.tally.loop.add_connection(exchange.transport)
         frames = await ready_frames(stream, lends=channel is not None)
         if channel is not None and is_lendable(frames[0]):
             return LoanResponse(channel, service, stream, frames[0])
