@@ -156,11 +156,12 @@ def both_raise(kind: type[Exception], make: Callable[[Callable[..., Any], Any], 
 
 
 def workers_alive() -> list[psutil.Process]:
-    """Return the running child processes of this process, and their children."""
+    """Return the running child processes of this process, and their children, without multiprocessing's own."""
     alive = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE:
+            is_tracker = "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+            if process.status() != psutil.STATUS_ZOMBIE and not is_tracker:
                 alive.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from teleloader import DataLoader, RemoteDataset, WorkerDied
+from teleloader import DataLoader, RemoteDataset, ServerUnavailable, WorkerDied
+from teleloader.api.credentials import Credentials
+from teleloader.transport.selection import server_at
 from teleloader_server import get_worker_info, serve
 from teleloader_server.dispatch.dispatcher import MAX_ATTEMPTS
 from teleloader_server.workers import processes, worker
@@ -180,12 +184,12 @@ def test_workers_of_different_loaders_do_not_share_the_epoch_of_a_dataset() -> N
 
 
 @contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Use up the file descriptors of this process, which runs the server."""
+def no_descriptors(*, but: int = 0) -> Iterator[None]:
+    """Use up the file descriptors of this process, which runs the server; leave `but` of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
     os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + but, hard))
     try:
         yield
     finally:
@@ -228,6 +232,18 @@ def test_batches_wait_until_there_are_descriptors_again(losses: list[str]) -> No
             eventually(lambda: len(losses) > 0)
             assert "RLIMIT_NOFILE" in losses[0]
         assert [int(batch[0]) for batch in batches] == [1, 2]
+
+
+def test_a_request_that_lacks_descriptors_leaves_no_connection_open() -> None:
+    """A request uses a second descriptor; without one, the first one is closed, and the error is that of the system."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = server_at(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.5, Credentials())
+        with pytest.raises(ServerUnavailable, match="did not respond"):
+            server.datasets()  # imports what requests need
+        descriptors = psutil.Process().num_fds()
+        with no_descriptors(but=1), pytest.raises(ServerUnavailable, match="Too many open files"):
+            server.datasets()
+        assert psutil.Process().num_fds() == descriptors
 
 
 def test_batches_do_not_wait_for_descriptors_for_ever(losses: list[str]) -> None:

@@ -507,7 +507,12 @@ def _deadline(timeout: float | None, connected: list[socket.socket]) -> Iterator
     def trace(event: str, info: dict[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
             # a duplicate, because TLS takes ownership of the socket itself
-            connected.append(info["return_value"].get_extra_info("socket").dup())
+            stream = info["return_value"]
+            try:
+                connected.append(stream.get_extra_info("socket").dup())
+            except OSError:  # no free file descriptor; nothing else closes the connection
+                stream.close()
+                raise
 
     def abort() -> None:
         for one in connected:
