@@ -114,7 +114,8 @@ def test_a_dataset_that_must_not_be_forked(tmp_path: Path, name: str, kind: str)
 def test_a_faster_decoder_is_suggested() -> None:
     """If JPEG decoding with Pillow takes most of the time, a hint says so; the dataset is fine."""
     code, dataset = found(CHECKED + "jpegs", "--batch-size", "16")
-    (problem,) = dataset["problems"]
+    # on a busy machine, a cache of the slow samples is suggested, too
+    (problem,) = [problem for problem in dataset["problems"] if "decoder" in problem["what"]]
     assert (code, problem["severity"]) == (0, "hint")
     assert problem["what"].startswith("Pillow's JPEG decoder takes ")
     assert "simplejpeg" in problem["advice"]
