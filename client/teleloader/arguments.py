@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from teleloader_shared.messages import RUN_NAME, RUN_NAME_RULE
-
-MAX_SCRIPT_NAME: Final = 64
-"""Number of characters of a script's file name that are part of the name of the training run."""
+from teleloader_shared.messages import MAX_RUN_NAME, RUN_CHARACTERS, RUN_NAME, RUN_NAME_RULE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +190,7 @@ def run_name(name: str | None) -> str | None:
         return name
     script = Path(sys.argv[0] if sys.argv else "")
     found = script.parent.name if script.stem == "__main__" else script.name  # python -m package
-    found = re.sub(r"[^A-Za-z0-9 ._:/@+-]", "_", found)[:MAX_SCRIPT_NAME]
+    found = re.sub(f"[^{RUN_CHARACTERS}]", "_", found)[:MAX_RUN_NAME]
     return found if RUN_NAME.fullmatch(found) else None
 
 

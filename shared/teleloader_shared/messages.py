@@ -55,10 +55,15 @@ def loader_path(key: str) -> str:
     return f"{LOADERS_PATH}/{key}"
 
 
-RUN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._:/@+-]{0,63}", re.ASCII)
+MAX_RUN_NAME: Final = 64
+"""Maximum number of characters of a run name."""
+RUN_CHARACTERS: Final = "A-Za-z0-9 ._:/@+-"
+"""Characters of run names, as in a character class of a regular expression."""
+RUN_NAME: Final = re.compile(rf"[A-Za-z0-9_][{RUN_CHARACTERS}]{{0,{MAX_RUN_NAME - 1}}}", re.ASCII)
 """Pattern of valid run names."""
 RUN_NAME_RULE: Final = (
-    "1 to 64 letters, digits, spaces, '.', '_', ':', '/', '@', '+' and '-', starting with a letter, a digit or '_'"
+    f"1 to {MAX_RUN_NAME} letters, digits, spaces, '.', '_', ':', '/', '@', '+' and '-', starting with a letter, a "
+    "digit or '_'"
 )
 
 

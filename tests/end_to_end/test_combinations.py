@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 

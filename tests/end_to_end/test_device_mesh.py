@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
+
 from teleloader import DataLoader, RemoteDataset
 from tests.conftest import ServerProcess, StartServer
 from tests.end_to_end import mesh_rank

@@ -13,6 +13,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 
 from teleloader import (

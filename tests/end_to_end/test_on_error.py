@@ -15,6 +15,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 
 from teleloader import DataLoader, InvalidSpec, LoaderTimeout, RemoteDataset, TooManyErrors, WorkerDied

@@ -22,7 +22,6 @@ import pytest
 from teleloader import DataLoader, RemoteDataset, TeleloaderError
 from teleloader_server import serve
 from tests.conftest import eventually
-from tests.gpu import simulated
 from tests.gpu.test_device_memory import bytes_of
 from tests.gpu.test_host_memory import rows
 from tests.gpu.test_transforms import number_of, numbers
@@ -164,6 +163,8 @@ def test_an_ended_iterator_leaves_nothing_of_the_device_to_the_garbage_collector
     simulated_gpu: Any, monkeypatch: pytest.MonkeyPatch, num_workers: int, pin_memory: bool, end: str
 ) -> None:
     """Events, and memory of both sides, are freed at once, because the collector may run in a forked process."""
+    from tests.gpu import simulated
+
     monkeypatch.setattr(simulated.Event, "query", lambda event: False)  # copies are in progress until the end
     samples = rows(20, 50_000)
     with serve(samples, num_workers=1) if num_workers else nullcontext(samples) as source:

@@ -255,7 +255,7 @@ class Server:
         self._request("DELETE", loader_path(key), timeout=END_TIMEOUT)
 
     def report_progress(self, key: str, epoch: int, consumer: str, report: ConsumerReport, timeout: float) -> None:
-        """Report the progress of a training loop that sends no requests; ignore errors, which affect only statistics.
+        """Report the progress of a training loop that sends no requests.
 
         Args:
             key: Key of the loader.
@@ -263,10 +263,12 @@ class Server:
             consumer: Name of the consumer in the server's statistics.
             report: Progress of the training loop.
             timeout: Seconds to wait for the server.
+
+        Raises:
+            TeleloaderError: If the server does not confirm the report.
         """
         headers = {CONSUMER_HEADER: consumer, REPORT_HEADER: report.to_header()}
-        with suppress(TeleloaderError):
-            self._request("PUT", progress_path(key, epoch), headers=headers, timeout=timeout)
+        self._request("PUT", progress_path(key, epoch), headers=headers, timeout=timeout)
 
     @confirmed
     def batch(self, batch_id: BatchId, listed: bytes | None = None, *, consumer: str) -> Frame:

@@ -12,10 +12,9 @@ from rich.progress import BarColumn, TextColumn
 from rich.text import Text
 
 from teleloader.cli.showing import print_json, progress_bar, results_console
-from teleloader.cli.stats import OF_ONE_SERVER, read_all, sentence, total
+from teleloader.cli.stats import OF_ONE_SERVER, Reading, read_all, sentence, total
 from teleloader.dataset import RemoteDataset, consumers_prefix
 from teleloader.loader import DataLoader
-from teleloader.transport.interface import BatchServer
 from teleloader_shared.errors import ServerUnavailable, TeleloaderError
 from teleloader_shared.lengths import padding_of
 from teleloader_shared.orders.packing import audit_tokens
@@ -130,8 +129,7 @@ class Bench:
         began = time.perf_counter()
         next(batches)
         first = time.perf_counter() - began
-        servers = self._remote.servers.known
-        before = work_of(servers, self._name)
+        before = work_of(read_all(self._remote.servers.known, 0), self._name)
         began = time.perf_counter()
         for elapsed in self._with_progress(began):
             if elapsed >= self._duration:
@@ -144,8 +142,9 @@ class Bench:
                 time.sleep(self._step)
         taken = time.perf_counter() - began
         # before close(), while the servers still list this consumer
-        diagnosis, workers = own_diagnosis(servers := self._remote.servers.known)
-        after = work_of(servers, self._name)
+        readings = read_all(self._remote.servers.known, MAX_CONSUMERS)
+        diagnosis, workers = own_diagnosis(readings)
+        after = work_of(readings, self._name)
         batches.close()
         waits = np.array(self._waits)
         p50, p95 = np.quantile(waits, (0.5, 0.95)).tolist()
@@ -153,7 +152,7 @@ class Bench:
             dataset=self._name, step=self._step, seconds=taken, batches=len(waits), samples=self._samples,
             batch_bytes=self._nbytes / len(waits), first_batch=first, waited=float(waits.sum()),
             wait_p50=p50, wait_p95=p95, wait_max=float(waits.max()), workers=workers,
-            busy_per_sample=after.per_sample_since(before), servers=len(servers),
+            busy_per_sample=after.per_sample_since(before), servers=len(readings),
             padding_fraction=self._padding(),
         )  # fmt: skip
         return measured, diagnosis
@@ -219,22 +218,22 @@ class Work(NamedTuple):
         return busy / samples if samples > 0 and busy > 0 else None
 
 
-def work_of(servers: Sequence[BatchServer], dataset: str) -> Work:
+def work_of(readings: Sequence[Reading], dataset: str) -> Work:
     """Return the work of all servers on a dataset; servers that return no statistics are omitted."""
-    found = [reading.stats for reading in read_all(servers, 0) if isinstance(reading.stats, Stats)]
+    found = [reading.stats for reading in readings if isinstance(reading.stats, Stats)]
     parts = [part for stats in found for part in stats.datasets if part.dataset == dataset]
     latencies = [latency for part in parts for latency in part.stages.values()]
     return Work(sum(part.samples_computed for part in parts), sum(each.count * each.mean for each in latencies))
 
 
-def own_diagnosis(servers: Sequence[BatchServer]) -> tuple[Diagnosis | None, int | None]:
+def own_diagnosis(readings: Sequence[Reading]) -> tuple[Diagnosis | None, int | None]:
     """Return the servers' diagnosis of this process, and the number of workers that limit its batch rate.
 
     The diagnosis is None if no server lists this process, or no server returns its statistics. The number is None
     if the workers are not the bottleneck, or also serve other consumers.
     """
     try:
-        found = total(read_all(servers, MAX_CONSUMERS))
+        found = total(readings)
     except TeleloaderError:  # the measurement is complete without them
         return None, None
     # consumers are sorted by their last request, the latest first
