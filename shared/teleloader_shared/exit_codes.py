@@ -21,7 +21,7 @@ EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE, which Windows lacks
 
 @contextmanager
 def quiet_exits() -> Iterator[None]:
-    """Context manager of a whole command: exit without a traceback after Ctrl-C, and if the reader of stdout has exited.
+    """Context manager of a whole command: exit without a traceback after Ctrl-C, or if the reader of stdout exits.
 
     Python ignores SIGPIPE, because the default action would also end the process when a server closes a connection.
     """
