@@ -152,6 +152,25 @@ def test_a_response_beyond_the_limit_is_refused(transport: str) -> None:
         connection.close()
 
 
+def test_a_large_response_is_hashed_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are hashed piece by piece, from the processor's cache, and not once the response is complete."""
+    steps: list[int] = []
+    advance = codec.ArrivingFrame.advance
+
+    def recorded(arriving: codec.ArrivingFrame, filled: int) -> None:
+        steps.append(filled - sum(steps))
+        advance(arriving, filled)
+
+    monkeypatch.setattr(codec.ArrivingFrame, "advance", recorded)
+    with serve([np.zeros(2**21, np.uint8)] * 2, num_workers=0) as url:
+        connection = connected(server_at(url, 10, Credentials()))
+        (frame,) = received(connection, BatchRequest(BatchRanges(range(0, 1))), 2**23)
+        assert connection.verified == frame.nbytes
+        connection.close()
+    assert sum(steps) == frame.nbytes
+    assert max(steps) <= http.PIECE_BYTES
+
+
 def test_an_unknown_loader_is_refused(transport: str) -> None:
     """An unknown loader raises an error of teleloader, not a connection error."""
     with hosted(transport, [1, 2]) as server:

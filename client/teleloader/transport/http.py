@@ -66,6 +66,8 @@ MAX_HEAD_BYTES: Final = 128 * 1024
 """Maximum size of the headers and the preceding "100 Continue" responses, in bytes: both could be endless."""
 MAX_LOAN_BYTES: Final = 64
 """Maximum size of a response that lends a slot, in bytes."""
+PIECE_BYTES: Final = 256 * 1024
+"""Size of the pieces in which a response is read, in bytes: small enough to be hashed from the processor's cache."""
 MIN_RATE: Final = 1024
 """Minimum rate of a response after its first byte, in bytes/s."""
 SILENT_TIMEOUTS: Final = 6
@@ -287,7 +289,7 @@ class HttpConnection:
             arriving = ArrivingFrame(view)
             filled = 0
             while filled < size:
-                got = response.readinto(view[filled:])
+                got = response.readinto(view[filled : filled + PIECE_BYTES])
                 if not got:
                     raise TransportError(f"the response is truncated: expected {size:,} bytes, got {filled:,}")
                 filled += got
