@@ -216,7 +216,8 @@ class Dispatcher:
         self.store.sent(consumer, numbers)
         if consumer.looks_ahead and consumer.loader.slow.seconds:
             self._look_ahead(consumer)
-        self._enqueue(consumer)
+        if consumer.candidate is None or pending.next not in consumer.state.batches:
+            self._enqueue(consumer)
 
     def close(self, pending: PendingRequest) -> None:
         """Close a request that is complete, or whose client disconnected."""
@@ -505,10 +506,10 @@ class Dispatcher:
         while self.store.reopened:
             self._enqueue(self.store.reopened.popitem()[0])
         while queued := [share for share in self._principal_shares.values() if share.queue]:
-            share = min(queued, key=_turn)
+            share = min(queued, key=_turn) if len(queued) > 1 else queued[0]
             turn = _turn(share)
             found = self._first_candidate(share)
-            if found is None or _turn(share) != turn:  # the first entry was outdated
+            if found is None or (len(queued) > 1 and _turn(share) != turn):  # the first entry was outdated
                 continue
             candidate, urgency, k = found
             batch_id = BatchId(*candidate.consumer.epoch, k)
@@ -592,8 +593,9 @@ class Dispatcher:
                 return False
         seconds = 0.001 if loader.batch_seconds is None else loader.batch_seconds
         batches = []
+        loader_key, epoch, _ = batch_id
         for number in group:
-            batch = self.store.add(batch_id._replace(batch=number), consumer, estimate)
+            batch = self.store.add(BatchId(loader_key, epoch, number), consumer, estimate)
             self._charge(batch, seconds)
             batches.append(batch)
         lookahead = consumer.next_lookahead if batch_id.epoch != consumer.epoch[1] else consumer.state.lookahead
