@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 class _Session(NamedTuple):
     digest: bytes
     """SHA-256 of the token with which the user signed in."""
-    expires: float
+    ends: float
+    """Latest end of the session, in the time of `time.monotonic`, which a step of the clock does not change."""
 
 
 class Authenticator:
@@ -149,11 +150,11 @@ class Authenticator:
         of_token = [key for key, session in self._sessions.items() if session.digest == found.digest]
         if len(of_token) >= MAX_SESSIONS_PER_TOKEN:
             del self._sessions[of_token[0]]
-        expires = min(found.expires, time.time() + SESSION_SECONDS)
-        self._sessions[_digest_of(name)] = _Session(found.digest, expires)
+        self._sessions[_digest_of(name)] = _Session(found.digest, time.monotonic() + SESSION_SECONDS)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
-        return found.principal, self._cookie(scope, name, max(0, int(expires - time.time())))
+        seconds = min(SESSION_SECONDS, found.expires - time.time())
+        return found.principal, self._cookie(scope, name, max(0, int(seconds)))
 
     def sign_out(self, scope: Scope) -> str:
         """End the browser session of a request, if any; return the Set-Cookie header value that deletes the cookie."""
@@ -170,7 +171,7 @@ class Authenticator:
             )
         session = self._sessions.get(_digest_of(name))
         token = None if session is None else self.tokens.has(session.digest)
-        if session is None or token is None or min(session.expires, token.expires) <= time.time():
+        if session is None or token is None or session.ends <= time.monotonic() or token.expires <= time.time():
             self._sessions.pop(_digest_of(name), None)
             raise Unauthorized("the browser session has expired or was revoked: sign in again at /")
         return token.principal
