@@ -62,6 +62,11 @@ def set_server(number: int) -> None:
     _process["server"] = number
 
 
+def server() -> object:
+    """Return the number of the server; None if it is the only one on this machine."""
+    return _process.get("server")
+
+
 def configure(level: str, style: Format) -> None:
     """Configure logging to stderr for all log records of this process, including uvicorn's records and Python warnings.
 

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from starlette.types import Scope
 
+from teleloader_server import audit
 from teleloader_server.auth.origins import is_known_host, is_of_another_site, known_hosts
 from teleloader_server.auth.token_file import TokenFile
 from teleloader_server.auth.tokens import Token, Tokens
@@ -98,6 +99,7 @@ class Authenticator:
         """
         changed = bool([source for source in self._sources if source.reload_if_changed()])
         if changed:
+            before = self.tokens
             try:
                 self.tokens = self._all()
             except ConfigError as error:
@@ -105,6 +107,7 @@ class Authenticator:
                 changed = False
             else:
                 self._known.clear()
+                _record_changes(before, self.tokens)
         if changed or self._next_expiry <= time.time():
             self._next_expiry = self._expiry_after(time.time())
             self.on_change()
@@ -153,13 +156,17 @@ class Authenticator:
         self._sessions[_digest_of(name)] = _Session(found.digest, time.monotonic() + SESSION_SECONDS)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
+        audit.record("signed_in", principal=found.principal.name)
         seconds = min(SESSION_SECONDS, found.expires - time.time())
         return found.principal, self._cookie(scope, name, max(0, int(seconds)))
 
     def sign_out(self, scope: Scope) -> str:
         """End the browser session of a request, if any; return the Set-Cookie header value that deletes the cookie."""
         cookies = next((value for name, value in scope["headers"] if name == b"cookie"), b"")
-        self._sessions.pop(_digest_of(_value(cookies, self._cookie_name(scope))), None)
+        session = self._sessions.pop(_digest_of(_value(cookies, self._cookie_name(scope))), None)
+        if session is not None:
+            token = self.tokens.has(session.digest)
+            audit.record("signed_out", principal=None if token is None else token.principal.name)
         return self._cookie(scope, "", 0)
 
     def _of_session(self, scope: Scope, cookies: bytes) -> Principal:
@@ -249,14 +256,23 @@ class Authenticator:
 
     def count_rejection(self, error: Exception, scope: Scope) -> None:
         """Count a rejected request, and log the counts at most every `LOG_EVERY` seconds."""
-        self._refused[error.code if isinstance(error, HttpProblem) else type(error).__name__] += 1
+        code = error.code if isinstance(error, HttpProblem) else type(error).__name__
+        self._refused[code] += 1
+        peer, _ = scope.get("client") or ("unknown", 0)
+        if audit.is_on():
+            audit.refused(code, self._token_name(scope), peer)
         now = time.monotonic()
         if now - self._last_logged >= LOG_EVERY:
             self._last_logged = now
             what = ", ".join(f"{count} x {code}" for code, count in self._refused.items())
-            peer, _ = scope.get("client") or ("unknown", 0)
             logger.warning("rejected requests: %s; latest from %s: %s", what, peer, error)
             self._refused.clear()
+
+    def _token_name(self, scope: Scope) -> str | None:
+        """Return the name of a request's token, which may have expired; None if there is none, or it is not known."""
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        found = self.tokens.find(header.partition(b" ")[2].strip())
+        return None if found is None else found.principal.name
 
 
 class RequestCaller:
@@ -310,6 +326,13 @@ class RequestCaller:
             self._authenticator.count_rejection(refusal, self._scope)
             raise
         return ANYONE if need == OPEN else self.authorize(need)
+
+
+def _record_changes(before: Tokens, now: Tokens) -> None:
+    """Add the names of tokens that were added, removed or changed to the audit log."""
+    old, new = ({entry.principal.name: entry for entry in tokens.entries} for tokens in (before, now))
+    changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    audit.record("tokens_changed", added=sorted(new.keys() - old), removed=sorted(old.keys() - new), changed=changed)
 
 
 def _expired(principal: Principal) -> Unauthorized:

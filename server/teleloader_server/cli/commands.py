@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar, get_args
 import click
 import uvloop
 
-from teleloader_server import logs
+from teleloader_server import audit, logs
 from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.auth.tls import TlsFiles
 from teleloader_server.auth.token_file import TOKENS_VARIABLE, TokenFile
@@ -57,6 +57,7 @@ from teleloader_server.workers.shared import SharedForkServer
 from teleloader_shared.command_line import CONTEXT, as_json, version_option
 from teleloader_shared.directory import MAX_PER_MACHINE, DirectoryAddress
 from teleloader_shared.exit_codes import EXIT_FAILED, EXIT_USAGE
+from teleloader_shared.version import VERSION
 
 DEMO: Final = (
     DatasetConfig(name="digits-train", factory="teleloader_server.demo:digits_train", version="1"),
@@ -308,6 +309,11 @@ _CONTEXT: Final = {**CONTEXT, "auto_envvar_prefix": "TELELOADER"}
     "--log-format", default="text", show_default=True, type=click.Choice(get_args(logs.Format)),
     help="Text lines, or one JSON object per line.",
 )  # fmt: skip
+@click.option(
+    "--audit-log", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write who reads which dataset, administrative actions and refused requests to this file, as JSON lines. See "
+    "docs/security.md.",
+)  # fmt: skip
 @version_option("teleloader-server")
 def server(
     datasets: tuple[str, ...],
@@ -321,6 +327,7 @@ def server(
     reload: bool,
     log_level: str,
     log_format: logs.Format,
+    audit_log: Path | None,
     **options: Any,
 ) -> None:
     """Host datasets and the worker processes that compute their batches.
@@ -369,12 +376,13 @@ def server(
         listener = _listener(host, port, **options)
 
     if servers == 1:
-        sys.exit(_run(ConfiguredPools(configs, worker_limits), worker_limits, client_limits, listener, shutdown_grace))
+        pools = ConfiguredPools(configs, worker_limits)
+        sys.exit(_run(pools, worker_limits, client_limits, listener, shutdown_grace, audit_log))
     forkserver = SharedForkServer(configs)
 
     def run(limits: Limits, listener: Listener, listens: Callable[[], object]) -> int:
         pools = ConfiguredPools(configs, limits, forkserver.split)
-        return _run(pools, limits, client_limits, listener, shutdown_grace, listens)
+        return _run(pools, limits, client_limits, listener, shutdown_grace, audit_log, listens)
 
     try:
         sys.exit(run_several(servers, worker_limits, listener, shutdown_grace, forkserver, run))
@@ -454,6 +462,7 @@ def _run(
     client_limits: ClientLimits,
     listener: Listener,
     grace: float,
+    audit_log: Path | None,
     listens: Callable[[], object] | None = None,
 ) -> int:
     """Run a server until it is stopped, and return the exit code.
@@ -464,10 +473,11 @@ def _run(
         client_limits: Limits of clients.
         listener: Settings of the listening socket.
         grace: Seconds to complete pending requests.
+        audit_log: File of the audit log; None for none.
         listens: Function to call when the server listens; None to print the banner.
     """
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with audit.written_to(audit_log), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(pools, limits, client_limits, listener, grace, listens))
     except ConfigError as error:
         logger.error("%s", error)
@@ -527,6 +537,7 @@ async def _serve(
     except OSError as error:
         await service.close()
         raise listener.cannot_listen(error) from None
+    audit.record("server_started", version=VERSION, pid=os.getpid(), url=url)
     shown = url_of(listening, web.scheme)
     banner = asyncio.create_task(show_banner(web, service, shown) if listens is None else _report(web, shown, listens))
     announced = announcer(listener.fleet, url, web.instance_key, lambda: web.started and service.ready)
@@ -537,6 +548,7 @@ async def _serve(
         banner.cancel()
         await announced.withdraw()
         await service.close()
+        audit.record("server_stopped")
         logger.info("stopped")
 
 

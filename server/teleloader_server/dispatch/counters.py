@@ -403,9 +403,14 @@ class LoopCounters:
 class ConsumerCounters:
     """Counters of one consumer, that is, of one iteration of a training loop over an epoch."""
 
-    __slots__ = ("batches", "dataset", "last_request", "lent", "loop", "nbytes", "report", "waiting", "window")
+    __slots__ = (
+        "batches", "began", "consumer", "dataset", "last_request", "lent", "loop", "nbytes", "report", "waiting",
+        "window",
+    )  # fmt: skip
 
-    def __init__(self, dataset: DatasetCounters, loop: LoopCounters, now: float) -> None:
+    def __init__(self, consumer: Consumer, dataset: DatasetCounters, loop: LoopCounters, now: float) -> None:
+        self.consumer = consumer
+        self.began = now
         self.dataset = dataset
         self.loop = loop
         self.batches = 0
@@ -513,8 +518,13 @@ class PoolCounters:
         if known is None:
             self._loader(consumer.epoch[0], dataset)
             loop = self._metrics.loop(consumer, dataset)
-            known = self._consumers[key] = ConsumerCounters(self._metrics.datasets[dataset], loop, time.monotonic())
+            counters = self._metrics.datasets[dataset]
+            known = self._consumers[key] = ConsumerCounters(consumer, counters, loop, time.monotonic())
         return known
+
+    def knows(self, consumer: Consumer) -> bool:
+        """Return True if there are counters of a consumer."""
+        return _key(consumer) in self._consumers
 
     def memory_changed(self, now: float) -> None:
         """Record that batches are not started from now on because memory is full, or that they are started again."""
@@ -643,11 +653,13 @@ class PoolCounters:
         """Count a worker exit that was not a planned replacement."""
         self._metrics.worker_restarts += 1
 
-    def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> None:
-        """Keep only the counters of the given consumers and loaders."""
+    def keep(self, consumers: Iterable[Consumer], loaders: Container[str]) -> list[ConsumerCounters]:
+        """Keep only the counters of the given consumers and loaders; return those of all other consumers."""
         known = set(map(_key, consumers))
+        ended = [tally for key, tally in self._consumers.items() if key not in known]
         self._consumers = {key: tally for key, tally in self._consumers.items() if key in known}
         self.loaders = {key: tally for key, tally in self.loaders.items() if key in loaders}
+        return ended
 
     # -- reading
 

@@ -14,7 +14,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from teleloader_server import request_ids
+from teleloader_server import audit, request_ids
 from teleloader_server.dispatch.counters import FETCH, ConsumerCounters, Counters, EngineSource, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
@@ -177,6 +177,7 @@ class Engine:
         """Stop all workers, and raise an error in all waiting requests."""
         self._end = UnknownLoader("the session has ended: register the loader again")
         self.give_up(self._end)
+        self._record_ended(self.tally.keep((), ()))
         await self.pool.close()
         # a kept lease would keep the whole pool in memory
         self._dispatcher.release()
@@ -201,8 +202,11 @@ class Engine:
         pending = self._dispatcher.add_request(quota, request, loader, now)
         self._loaders.add(loader.key)
         self._decide_soon()
+        is_new = not self.tally.knows(pending.consumer)
         tally = self.tally.consumer(pending.consumer, loader.spec.dataset)
         tally.requested(now, request.report)
+        if is_new:
+            audit.record("read_started", **_read(tally), first_batch=request.batches.start)
         stream = BatchStream(self, pending, tally, request.trace, authorize, request_ids.current())
         self._streams.add(stream)
         return stream
@@ -421,8 +425,15 @@ class Engine:
         for key in list(islice(self._loaders - in_use, FORGOTTEN_TOGETHER)):
             self._loaders.remove(key)
             self.pool.forget(key)
-        self.tally.keep(self._dispatcher.consumers(), self._loaders)
+        self._record_ended(self.tally.keep(self._dispatcher.consumers(), self._loaders))
         self._decide_soon()
+
+    @staticmethod
+    def _record_ended(ended: Iterable[ConsumerCounters]) -> None:
+        """Add what consumers have read to the audit log."""
+        for tally in ended:
+            seconds = round(tally.last_request - tally.began, 3)
+            audit.record("read_ended", **_read(tally), batches=tally.batches, bytes=tally.nbytes, seconds=seconds)
 
     def wake(self) -> None:
         """Schedule a dispatcher decision, because memory or a quota may be available again."""
@@ -470,6 +481,21 @@ class Engine:
     def memory_used(self) -> int:
         """Memory used by computed batches plus the estimated memory of batches in progress, in bytes."""
         return self._dispatcher.store.used
+
+
+def _read(tally: ConsumerCounters) -> dict[str, object]:
+    """Return the fields of the audit log about the data that a consumer reads."""
+    consumer = tally.consumer
+    spec = consumer.loader.spec
+    return {
+        "principal": consumer.principal_share.quota.name,
+        "run": tally.run,
+        "consumer": consumer.name,
+        "datasets": list(spec.datasets),
+        "fingerprint": spec.fingerprint,
+        "loader": consumer.epoch[0],
+        "epoch": consumer.epoch[1],
+    }
 
 
 def _error_of(worker_exit: WorkerExit) -> tuple[type[TeleloaderError], str]:

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, cast
 
 import uvicorn
 
+from teleloader_server import audit
 from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.auth.rate_limit import AddressLimit, RateLimiter
 from teleloader_server.auth.tls import ClientTls, Renewal, TlsFiles
@@ -216,6 +217,7 @@ class Server(uvicorn.Server):
         """
         while not await self.on_tick(0):
             self.authenticator.reload_if_changed()
+            audit.tick(time.monotonic())
             if self._renewal is not None:
                 self._renewal.reload_if_changed()
             with suppress(TimeoutError):

@@ -10,10 +10,11 @@ from fastapi.routing import APIRoute
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from teleloader_server import audit
 from teleloader_server.auth.authenticator import Authenticator, RequestCaller
 from teleloader_server.auth.rate_limit import AddressLimit, RateLimiter
 from teleloader_server.fleet.verification import is_loopback
-from teleloader_server.permissions import UNCHECKED, need_of
+from teleloader_server.permissions import ADMIN, UNCHECKED, need_of
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.problem_responses import problem_of
 
@@ -64,10 +65,12 @@ class Authentication:
         if scope["type"] in ("http", "websocket"):
             caller = RequestCaller(self._authenticator, scope)
             scope.setdefault("state", {})["caller"] = caller
+            address = (scope.get("client") or ("unknown", 0))[0]
+            audit.address.set(address)
             try:
                 _check_query(scope)
                 if caller.principal is None:
-                    await self._limit.acquire((scope.get("client") or ("unknown", 0))[0])
+                    await self._limit.acquire(address)
             except HttpProblem as refusal:
                 self._authenticator.count_rejection(refusal, scope)
                 await problem_of(refusal)(scope, receive, send)
@@ -105,9 +108,29 @@ class GuardedRoute(APIRoute):
 
         async def guarded(request: Request) -> Response:
             await enter(request, need)
-            return await handle(request)
+            if need != ADMIN or request.method == "GET":
+                return await handle(request)
+            try:
+                response = await handle(request)
+            except HttpProblem as problem:
+                _record_action(request, problem.status)
+                raise
+            _record_action(request, response.status_code)
+            return response
 
         return guarded
+
+
+def _record_action(request: Request, status: int) -> None:
+    """Add an administrative action to the audit log."""
+    principal = caller_of(request).principal
+    audit.record(
+        "action",
+        principal=None if principal is None else principal.name,
+        method=request.method,
+        path=request.url.path,
+        status=status,
+    )
 
 
 async def enter(connection: HTTPConnection, need: str) -> None:
