@@ -35,13 +35,15 @@ _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 
 
 class Principal(NamedTuple):
-    """Authenticated identity of a client: token name, scopes, and share of the memory budget."""
+    """Authenticated identity of a client: token name, scopes, and shares of memory and worker time."""
 
     name: str
     """Name of the token."""
     scopes: frozenset[str]
     memory_share: float
     """Fraction of the memory budget that all consumers of the principal may use together, in (0, 1]."""
+    weight: float = 1.0
+    """Share of the worker time, relative to other principals that wait for batches, too."""
 
     def authorize(self, need: str, dataset: str | None = None) -> Principal:
         """Return this principal if its scopes permit an operation.

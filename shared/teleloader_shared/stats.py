@@ -327,6 +327,20 @@ class ConsumerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Resources that the clients with one token have used since the server started."""
+
+    token: str
+    """Name of the token; ``anyone`` if authentication is off."""
+    batches_sent: int
+    bytes_sent: int
+    worker_seconds: float
+    """Time of workers for batches that were started for the token. A batch that several tokens share counts once."""
+    cpu_seconds: float
+    """CPU time of workers for these batches."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Response to ``GET /stats``."""
 
@@ -337,3 +351,5 @@ class Stats:
     """Sorted by latest request, most recent first; a training loop is listed with its current epoch only."""
     consumers_total: int
     """Total number of consumers; the query parameters `limit` and `offset` select those that the response lists."""
+    tokens: list[TokenStats] = field(default_factory=list)
+    """Tokens that have received or computed batches, by name."""

@@ -69,11 +69,12 @@ def test_no_token_has_the_name_of_clients_without_one() -> None:
 def test_an_entry_may_say_all() -> None:
     """An entry may have all settings, and a digest in place of the token."""
     text = one_entry(
-        sha256=f'"{DIGEST}"', scopes='["read:train", "admin"]', expires="2027-01-01T00:00:00Z", memory_share="0.5"
-    )
+        sha256=f'"{DIGEST}"', scopes='["read:train", "admin"]', expires="2027-01-01T00:00:00Z", memory_share="0.5",
+        priority='"high"', weight="0.5",
+    )  # fmt: skip
     tokens = parse_tokens(text, "tokens.toml")
     assert tokens.find(SECRET.encode()) == tokens.entries[0]
-    assert tokens.entries[0].principal == Principal("trainer", frozenset({"read:train", "admin"}), 0.5)
+    assert tokens.entries[0].principal == Principal("trainer", frozenset({"read:train", "admin"}), 0.5, 5.0)
     assert tokens.entries[0].expires == 1798761600
     assert not tokens.holds_secrets
 
@@ -107,6 +108,11 @@ def test_an_entry_may_say_all() -> None:
         (one_entry(token=f'"{SECRET}"', memory_share="nan"), "in (0, 1]"),
         (one_entry(token=f'"{SECRET}"', memory_share="true"), "in (0, 1]"),
         (one_entry(token=f'"{SECRET}"', memory_share=f"0x{'f' * 9999}"), "in (0, 1]"),
+        (one_entry(token=f'"{SECRET}"', priority='"urgent"'), 'priority must be one of "high", "normal", "low"'),
+        (one_entry(token=f'"{SECRET}"', priority="1"), "priority must be one of"),
+        (one_entry(token=f'"{SECRET}"', weight="0"), "weight must be a number in [0.01, 100]"),
+        (one_entry(token=f'"{SECRET}"', weight="nan"), "weight must be a number in [0.01, 100]"),
+        (one_entry(token=f'"{SECRET}"', weight='"2"'), "weight must be a number in [0.01, 100]"),
         (one_entry(token=f'"{SECRET}"') + f'[other]\nsha256 = "{DIGEST}"\nscopes = {SCOPES}\n', "the same token"),
     ],
 )  # fmt: skip

@@ -54,7 +54,7 @@ def report(
 def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", indices: tuple[int, ...] = ()) -> None:
     """Record a failed batch."""
     frame = to_bytes(task(0).batch_id, Failure(kind, message, traceback, list(indices), 0))
-    pool.computed(0, [task(0)], [np.frombuffer(frame, np.uint8)], report(failed=True))
+    pool.computed(0, [task(0)], [np.frombuffer(frame, np.uint8)], report(failed=True), "anyone")
 
 
 def test_batches_are_counted_where_they_belong() -> None:
@@ -62,7 +62,7 @@ def test_batches_are_counted_where_they_belong() -> None:
     metrics = Counters()
     pool = metrics.pool()
     for k in range(BLOCK + 5):
-        pool.computed(k % 2, [task(k)], [NOTHING], report())
+        pool.computed(k % 2, [task(k)], [NOTHING], report(), "anyone")
     dataset = metrics.datasets["data"]
     assert (dataset.computed, dataset.samples, dataset.failed) == (BLOCK + 5, 50 * (BLOCK + 5), 0)
     assert [pool.workers[number].batches for number in (0, 1)] == [BLOCK // 2 + 3, BLOCK // 2 + 2]
@@ -78,8 +78,8 @@ def test_work_is_the_time_without_that_for_which_workers_had_no_cpu() -> None:
     pool = Counters().pool()
     pool.consumer(consumer("a"), "data")
     assert pool.loaders[SPEC.key].batch_seconds(0.0).work == 0.0
-    pool.computed(0, [task(0)], [NOTHING], report(0.297, cpu_wait=0.2))
-    pool.computed(1, [task(1)], [NOTHING], report(0.097, cpu_wait=5.0))
+    pool.computed(0, [task(0)], [NOTHING], report(0.297, cpu_wait=0.2), "anyone")
+    pool.computed(1, [task(1)], [NOTHING], report(0.097, cpu_wait=5.0), "anyone")
     assert pool.loaders[SPEC.key].batch_seconds(0.0).work == pytest.approx((0.1 + 0.0) / 2)
     assert [pool.workers[number].cpu_wait for number in (0, 1)] == pytest.approx([0.2, 0.1])
 
@@ -87,8 +87,8 @@ def test_work_is_the_time_without_that_for_which_workers_had_no_cpu() -> None:
 def test_the_time_of_a_worker_has_parts() -> None:
     """The CPU time of all its threads together is no longer than its time without that for which it had no CPU."""
     pool = Counters().pool()
-    pool.computed(0, [task(0)], [NOTHING], report(0.097, cpu_wait=0.02, cpu=0.05))
-    pool.computed(0, [task(1)], [NOTHING], report(0.097, cpu_wait=0.02, cpu=5.0))
+    pool.computed(0, [task(0)], [NOTHING], report(0.097, cpu_wait=0.02, cpu=0.05), "anyone")
+    pool.computed(0, [task(1)], [NOTHING], report(0.097, cpu_wait=0.02, cpu=5.0), "anyone")
     assert pool.workers[0].totals(0.3) == pytest.approx((0.5, 0.04, 0.13, 0.2))
 
 
@@ -96,7 +96,7 @@ def test_the_slow_recent_batches_of_a_loader_are_known() -> None:
     """A batch that took long is forgotten after some seconds."""
     pool = Counters().pool()
     for k, fetch in enumerate((0.01, 0.7, 0.2)):
-        pool.computed(0, [task(k)], [NOTHING], report(fetch, sample=100 + k))
+        pool.computed(0, [task(k)], [NOTHING], report(fetch, sample=100 + k), "anyone")
     loader = pool.loaders[SPEC.key]
     found = loader.recent_slow(time.monotonic())
     assert [(slow.batch, slow.sample, slow.seconds) for slow in found] == [(1, 101, 0.7), (2, 102, 0.2)]
@@ -141,7 +141,7 @@ def test_the_slowest_batches_are_kept() -> None:
     metrics = Counters()
     pool = metrics.pool()
     for k in range(100):
-        pool.computed(0, [task(k)], [NOTHING], report((k * 37) % 100 / 1000))
+        pool.computed(0, [task(k)], [NOTHING], report((k * 37) % 100 / 1000), "anyone")
     found = metrics.datasets["data"].slowest()
     assert len(found) == SLOWEST
     assert [slow.seconds for slow in found] == [0.099, 0.098, 0.097, 0.096, 0.095]
@@ -155,9 +155,9 @@ def test_a_clients_list_is_kept_with_a_slow_batch_unless_it_is_long() -> None:
     metrics = Counters()
     pool = metrics.pool()
     batch_id = BatchId(spec.key, 0, 0)
-    pool.computed(0, [task(0, indices=to_bytes(batch_id, [9, 8, 7]), spec=spec)], [NOTHING], report(0.2))
+    pool.computed(0, [task(0, indices=to_bytes(batch_id, [9, 8, 7]), spec=spec)], [NOTHING], report(0.2), "anyone")
     long = to_bytes(batch_id, list(range(MAX_KEPT_LIST)))
-    pool.computed(0, [task(0, indices=long, spec=spec)], [NOTHING], report(0.1))
+    pool.computed(0, [task(0, indices=long, spec=spec)], [NOTHING], report(0.1), "anyone")
     assert [slow.indices for slow in metrics.datasets["data"].slowest()] == [[9, 8, 7], []]
 
 
@@ -236,10 +236,10 @@ def test_removed_loaders_are_forgotten() -> None:
     """A batch that is completed after its loader was removed still counts for its dataset."""
     metrics = Counters()
     pool = metrics.pool()
-    pool.computed(0, [task(0)], [NOTHING], report())
+    pool.computed(0, [task(0)], [NOTHING], report(), "anyone")
     pool.keep((), ())
     assert pool.loaders == {}
-    pool.computed(0, [task(1)], [NOTHING], report())
+    pool.computed(0, [task(1)], [NOTHING], report(), "anyone")
     assert metrics.datasets["data"].computed == 2
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader_server.auth.rate_limit import TOGETHER, FairQueue
+from teleloader_server.auth.tokens import PRIORITIES
 from teleloader_server.dispatch.dispatcher import FORGET_AFTER
 from teleloader_server.dispatch.quotas import MIN_SENDING, PATIENCE, BodyBudget, Quota, Quotas
 from teleloader_server.dispatch.records import Epoch
@@ -95,18 +96,28 @@ def test_a_single_principal_may_use_all_workers() -> None:
 @settings(max_examples=examples(60))
 @given(
     clients=st.lists(
-        st.tuples(st.integers(1, 6), st.sampled_from([0.02, 0.1, 0.5]), st.integers(0, 20)), min_size=2, max_size=4
+        st.tuples(
+            st.integers(1, 6), st.sampled_from([0.02, 0.1, 0.5]), st.integers(0, 20), st.sampled_from([0.1, 1, 3, 10])
+        ),
+        min_size=2,
+        max_size=4,
     ),
     workers=st.integers(1, 3),
 )
-def test_principals_with_high_demand_get_equal_worker_time(clients: list[tuple[int, float, int]], workers: int) -> None:
-    """The worker time does not depend on the number of consumers, batch duration and prefetch window."""
+def test_principals_with_high_demand_get_worker_time_by_weight(
+    clients: list[tuple[int, float, int, float]], workers: int
+) -> None:
+    """The worker time depends on the weight only, not on the number of consumers, batch duration and prefetch window.
+
+    A principal of a low weight gets its share, too: the difference is bounded, however long the others wait.
+    """
     service = Service(workers=workers)
-    seconds = {f"loader {number}": took for number, (_, took, _) in enumerate(clients)}
+    seconds = {f"loader {number}": took for number, (_, took, _, _) in enumerate(clients)}
     for loader, took in seconds.items():
         service.warm_up((loader, 0), seconds=took)
-    for number, (consumers, _, ahead) in enumerate(clients):
+    for number, (consumers, _, ahead, weight) in enumerate(clients):
         loader = f"loader {number}"
+        service.quota(f"principal {number}").weight = weight
         for consumer in range(consumers):
             start = consumer * 10_000
             service.request(f"c{consumer}", (loader, 0), start, start + 9000, ahead, of=f"principal {number}")
@@ -122,8 +133,21 @@ def test_principals_with_high_demand_get_equal_worker_time(clients: list[tuple[i
         for known in service.dispatcher.consumers():
             for request in known.requests:
                 service.send_ready(request)
-    longest = max(seconds.values())
-    assert max(spent.values()) - min(spent.values()) <= (workers + 2) * longest
+    weights = [weight for *_, weight in clients]
+    received = [time / weight for time, weight in zip(spent.values(), weights, strict=True)]
+    assert max(received) - min(received) <= (workers + 2) * max(seconds.values()) / min(weights)
+
+
+def test_a_class_gets_ten_times_the_worker_time_of_the_next() -> None:
+    """As long as both wait; otherwise the other one gets all."""
+    service = Service()
+    service.warm_up(TRAIN, OTHER)
+    service.quota("trainer").weight, service.quota("notebook").weight = PRIORITIES["high"], PRIORITIES["normal"]
+    service.request("a", TRAIN, 0, 1000, of="trainer")
+    service.request("b", OTHER, 0, 1000, of="notebook")
+    spent = work(service, 110)
+    assert spent["train"] == pytest.approx(10, abs=0.3)
+    assert spent["other"] == pytest.approx(1, abs=0.3)
 
 
 def test_batches_slower_than_estimated_are_charged_with_their_real_time() -> None:

@@ -37,7 +37,11 @@ SCOPE_RULE: Final = "read, read:DATASET, stats, announce or admin"
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
-_ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share")
+PRIORITIES: Final = {"high": 10.0, "normal": 1.0, "low": 0.1}
+"""Priority classes, as factors of the weight: while both wait, a class gets ten times the worker time of the next."""
+WEIGHTS: Final = (0.01, 100.0)
+"""Minimum and maximum weight of a token within its class."""
+_ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share", "priority", "weight")
 
 
 class Token(NamedTuple):
@@ -135,7 +139,8 @@ def _entry(name: str, table: object, where: str) -> Token:
         got = "both" if "token" in table else "neither"
         raise ConfigError(f'{at}: expected exactly one of token = "..." and sha256 = "...", got {got}')
     digest = _digest(table["token"], at) if "token" in table else _stated_digest(table["sha256"], at)
-    principal = Principal(name, _scopes(table.get("scopes"), at), _share(table.get("memory_share", 1), at))
+    weight = PRIORITIES[_priority(table.get("priority", "normal"), at)] * _weight(table.get("weight", 1), at)
+    principal = Principal(name, _scopes(table.get("scopes"), at), _share(table.get("memory_share", 1), at), weight)
     return Token(principal, digest, _expiry(table.get("expires"), at))
 
 
@@ -171,6 +176,20 @@ def _scopes(stated: object, at: str) -> frozenset[str]:
 def _share(stated: object, at: str) -> float:
     if not isinstance(stated, int | float) or isinstance(stated, bool) or not 0 < stated <= 1:
         raise ConfigError(f"{at}: memory_share must be a number in (0, 1], got {_shown(stated)}")
+    return float(stated)
+
+
+def _priority(stated: object, at: str) -> str:
+    if not isinstance(stated, str) or stated not in PRIORITIES:
+        expected = ", ".join(f'"{name}"' for name in PRIORITIES)
+        raise ConfigError(f"{at}: priority must be one of {expected}, got {_shown(stated)}")
+    return stated
+
+
+def _weight(stated: object, at: str) -> float:
+    least, most = WEIGHTS
+    if not isinstance(stated, int | float) or isinstance(stated, bool) or not least <= stated <= most:
+        raise ConfigError(f"{at}: weight must be a number in [{least:g}, {most:g}], got {_shown(stated)}")
     return float(stated)
 
 

@@ -400,16 +400,38 @@ class LoopCounters:
         return rate
 
 
+@dataclass(slots=True)
+class PrincipalCounters:
+    """Resources that a principal has used."""
+
+    batches: int = 0
+    """Sent batches."""
+    nbytes: int = 0
+    """Size of the sent batches in bytes."""
+    busy: float = 0.0
+    """Time of workers for batches that were started for the principal, in seconds."""
+    cpu: float = 0.0
+    """CPU time of workers for these batches, in seconds."""
+
+
 class ConsumerCounters:
     """Counters of one consumer, that is, of one iteration of a training loop over an epoch."""
 
     __slots__ = (
-        "batches", "began", "consumer", "dataset", "last_request", "lent", "loop", "nbytes", "report", "waiting",
-        "window",
+        "batches", "began", "consumer", "dataset", "last_request", "lent", "loop", "nbytes", "principal", "report",
+        "waiting", "window",
     )  # fmt: skip
 
-    def __init__(self, consumer: Consumer, dataset: DatasetCounters, loop: LoopCounters, now: float) -> None:
+    def __init__(
+        self,
+        consumer: Consumer,
+        principal: PrincipalCounters,
+        dataset: DatasetCounters,
+        loop: LoopCounters,
+        now: float,
+    ) -> None:
         self.consumer = consumer
+        self.principal = principal
         self.began = now
         self.dataset = dataset
         self.loop = loop
@@ -429,7 +451,9 @@ class ConsumerCounters:
         """Count the frames sent to the consumer in one response, and their bytes."""
         self.batches += count
         self.nbytes += nbytes
-        loop, dataset = self.loop, self.dataset
+        loop, dataset, principal = self.loop, self.dataset, self.principal
+        principal.batches += count
+        principal.nbytes += nbytes
         loop.batches += count
         loop.nbytes += nbytes
         dataset.sent += count
@@ -518,8 +542,8 @@ class PoolCounters:
         if known is None:
             self._loader(consumer.epoch[0], dataset)
             loop = self._metrics.loop(consumer, dataset)
-            counters = self._metrics.datasets[dataset]
-            known = self._consumers[key] = ConsumerCounters(consumer, counters, loop, time.monotonic())
+            principal, counters = self._metrics.principals[key[0]], self._metrics.datasets[dataset]
+            known = self._consumers[key] = ConsumerCounters(consumer, principal, counters, loop, time.monotonic())
         return known
 
     def knows(self, consumer: Consumer) -> bool:
@@ -545,6 +569,7 @@ class PoolCounters:
         tasks: Sequence[Task],
         frames: Sequence[Lease],
         report: GroupReport,
+        principal: str,
         run: str | None = None,
     ) -> None:
         """Count the batches of an epoch that a worker has computed.
@@ -554,6 +579,7 @@ class PoolCounters:
             tasks: Tasks of the batches.
             frames: Frames of the batches.
             report: Report of the worker.
+            principal: Name of the principal for which the batches were started.
             run: Name of a training run that requested the last batch, for the log of its failure.
         """
         first, count = tasks[0], len(tasks)
@@ -570,6 +596,9 @@ class PoolCounters:
         cpu_wait = min(report.cpu_wait, total)
         counters.cpu_wait += cpu_wait
         counters.cpu += min(report.cpu, total - cpu_wait)
+        used = self._metrics.principals[principal]
+        used.busy += total
+        used.cpu += report.cpu
         loader.batches += count
         loader.cpu_wait += cpu_wait
         dataset.computed += count
@@ -690,6 +719,8 @@ class Counters:
 
     def __init__(self) -> None:
         self.datasets: defaultdict[str, DatasetCounters] = defaultdict(lambda: DatasetCounters(time.monotonic()))
+        self.principals: defaultdict[str, PrincipalCounters] = defaultdict(PrincipalCounters)
+        """Counters by name of the principal, also of revoked tokens."""
         self.worker_restarts = 0
         """Number of worker exits other than planned replacements."""
         self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()

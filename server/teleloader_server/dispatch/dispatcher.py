@@ -7,8 +7,8 @@ batches are kept; `records` defines the records of both.
 Rules:
 
 1. A batch that exists or is being computed is never started again: equal requests share it.
-2. The principal with the least served time goes first, so that no principal can slow others, regardless of its number
-   of clients.
+2. The principal with the least served time, divided by its weight, goes first, so that no principal can slow others,
+   regardless of its number of clients.
 3. Of a principal's batches, a batch for which a client waits goes before other requested batches, and these go before
    prefetched batches (`Urgency`).
 4. Within an urgency, the consumer with the least served time goes first, so that no consumer can slow others. If
@@ -409,7 +409,7 @@ class Dispatcher:
         if worker == backup.worker:
             other, spent = backup.other, max(0.0, seconds - backup.after)
             batch.consumer.served += spent
-            batch.consumer.principal_share.served += spent
+            batch.consumer.principal_share.charge(spent)
         batch.backup = None
         self._backups.running -= 1
         self._backups.spent += spent
@@ -450,7 +450,7 @@ class Dispatcher:
         if more > 0:
             batch.charged = seconds
             batch.consumer.served += more
-            batch.consumer.principal_share.served += more
+            batch.consumer.principal_share.charge(more)
 
     def release(self) -> None:
         """Release all memory for use by other dispatchers, when this dispatcher is closed."""

@@ -286,7 +286,9 @@ class Engine:
             return
         stream = self._stream_for(tasks[-1].batch_id) if report.failed else None
         with nullcontext() if stream is None else request_ids.on_behalf_of(stream.request_id):
-            self.tally.computed(worker, tasks, frames, report, None if stream is None else stream.tally.run)
+            principal = self._dispatcher.store.batch(tasks[0].batch_id).consumer.principal_share.quota.name
+            run = None if stream is None else stream.tally.run
+            self.tally.computed(worker, tasks, frames, report, principal, run)
         now, last = time.time_ns(), len(tasks) - 1
         for place, (task, raw, *stages) in enumerate(zip(tasks, frames, *report.stages, strict=True)):
             made = Made(now, worker, stages) if self._traces else None

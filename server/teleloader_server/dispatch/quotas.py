@@ -51,6 +51,8 @@ class Quota:
     """Maximum memory of the principal's frames, in bytes."""
     max_consumers: int
     """Maximum number of the principal's consumers."""
+    weight: float = 1.0
+    """Share of the worker time, relative to other principals that wait for batches, too."""
     is_alone: bool = field(default=False, kw_only=True)
     """True on a server without tokens, where all clients form one principal."""
     frames: int = field(default=0, init=False)
@@ -137,6 +139,7 @@ class Quotas:
             known = Quota(principal.name, 0, self._limits.max_consumers, is_alone=principal is ANYONE)
             self._quotas[principal.name] = known
         known.memory = max(1, int(principal.memory_share * self._budget))
+        known.weight = principal.weight
         return known
 
     @property

@@ -216,7 +216,7 @@ class PrincipalShare:
 
     quota: Quota
     served: float
-    """Worker time used for the principal, in seconds."""
+    """Worker time used for the principal, in seconds, divided by its weight."""
     level: float = 0.0
     """Highest value of `served` that a consumer had when one of its batches was started."""
     scans_to_skip: int = 0
@@ -225,6 +225,10 @@ class PrincipalShare:
     outdated."""
     is_capped: bool = False
     """True after preemption: the principal then leaves one worker to others."""
+
+    def charge(self, seconds: float) -> None:
+        """Add worker time used for the principal, in seconds."""
+        self.served += seconds / self.quota.weight
 
     @property
     def current_level(self) -> float:

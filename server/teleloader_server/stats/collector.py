@@ -45,7 +45,7 @@ from teleloader_shared.histogram import Histogram
 from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.messages import PREVIEW, DatasetInfo, ReceivingTotals
 from teleloader_shared.spec import MAX_EPOCH
-from teleloader_shared.stats import WINDOW, ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
+from teleloader_shared.stats import WINDOW, ConsumerStats, DatasetStats, ServerStats, Stats, TokenStats, WorkerStats
 from teleloader_shared.version import VERSION
 
 DEFAULT_CONSUMERS: Final = 100
@@ -201,6 +201,10 @@ class StatsCollector:
             ],
             consumers=[self._record(sample, loads[engine], now) async for engine, sample in _in_slices(page)],
             consumers_total=len(samples),
+            tokens=[
+                TokenStats(token, used.batches, used.nbytes, used.busy, used.cpu)
+                for token, used in sorted(self._counters.principals.items())
+            ],
         )
 
     @staticmethod

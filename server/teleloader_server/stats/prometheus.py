@@ -1,7 +1,7 @@
 """Prometheus metrics, computed from the statistics of ``/stats`` at each scrape.
 
 The number of series is bounded by the datasets, the shared workers, the stages, twenty types of errors per dataset, the
-tokens that expire, and the codes of error responses.
+tokens, and the codes of error responses.
 Consumers and private workers have no label, because they are short-lived: consumers are counted by diagnosis, and
 batches of private workers count for their dataset.
 """
@@ -73,6 +73,13 @@ _OF_WORKERS: Final = {
     "recycled": ("worker_recycles", "Planned replacements of a shared worker."),
 }
 """Metric names and descriptions by field of `WorkerStats`."""
+_OF_TOKENS: Final = {
+    "batches_sent": ("token_batches_sent", "Batches sent to clients with a token."),
+    "bytes_sent": ("token_sent_bytes", "Bytes of batches sent to clients with a token."),
+    "worker_seconds": ("token_worker_seconds", "Time of workers for batches that were started for a token."),
+    "cpu_seconds": ("token_worker_cpu_seconds", "CPU time of workers for batches that were started for a token."),
+}
+"""Metric names and descriptions by field of `TokenStats`."""
 _STATES: Final = ("starting", "idle", "busy")
 
 
@@ -117,6 +124,7 @@ class _Now(Collector):
         yield from self._of_workers()
         yield from self._of_datasets()
         yield from self._of_consumers()
+        yield from self._of_tokens()
         yield from self._of_process()
         yield from _of_requests(self._sources.http)
         yield from _of_access(self._sources)
@@ -161,6 +169,10 @@ class _Now(Collector):
             for bottleneck in get_args(Bottleneck):
                 held.add_metric([dataset, bottleneck], found[dataset, bottleneck])
         yield held
+
+    def _of_tokens(self) -> Iterator[Metric]:
+        for field, (name, text) in _OF_TOKENS.items():
+            yield _counter(name, text, "token", {used.token: getattr(used, field) for used in self._stats.tokens})
 
     def _of_process(self) -> Iterator[Metric]:
         text = "CPU time of the server process, and of its workers with their fork server."
