@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -83,11 +84,11 @@ def test_examples_in_the_help_fit_80_columns(program: str) -> None:
     [
         (TOOLS, ["wrkers"], "unknown command 'wrkers'. Did you mean 'workers'?"),
         (TOOLS, ["xyz"], "unknown command 'xyz'. Available: stats, top, datasets, workers, peek, bench, audit"),
-        (TOOLS, ["stats", "--watc"], "'--watch'"),
+        (TOOLS, ["stats", "--watc"], "--watch"),
         (SERVER, ["chek", "my_package.data:train"], "unknown command 'chek'. Did you mean 'check'?"),
         (SERVER, ["tokens"], "unknown command 'tokens'. Did you mean 'token'?"),
         (SERVER, ["token", "lst"], "unknown command 'lst'. Did you mean 'list'?"),
-        (SERVER, ["--num-worker", "1"], "'--num-workers'"),
+        (SERVER, ["--num-worker", "1"], "--num-workers"),
         (SERVER, ["numbers"], "invalid dataset 'numbers': expected numbers:NAME"),
     ],
 )
@@ -246,6 +247,8 @@ def test_ctrl_c_interrupts_a_check() -> None:
 @pytest.mark.parametrize("value", ["1", ""])
 def test_no_color_disables_colors(value: str, url: str) -> None:
     """Terminals receive no colors if NO_COLOR is set and not empty (https://no-color.org)."""
+    if not value and int(importlib.metadata.version("rich").partition(".")[0]) < 14:
+        pytest.skip("older versions of rich also heed an empty NO_COLOR")
     color = re.compile(r"\x1b\[[\d;]*3[0-7][\d;]*m")
     for program, arguments in ((TOOLS, ["stats", url]), (SERVER, ["check", "--demo", "--batches", "1"])):
         with terminal(program, *arguments, NO_COLOR=value) as screen:

@@ -62,8 +62,7 @@ def first_columns(samples: list[Any]) -> Any:
 
 def test_samples_are_not_collated() -> None:
     """A dataset's collate function is for batches: single samples are those of the dataset."""
-    from torch.utils.data import default_collate
-
+    default_collate = pytest.importorskip("torch.utils.data").default_collate
     with serve([(i, i**2) for i in range(6)], collate_fn=first_columns) as url:
         remote = RemoteDataset(url)
         assert next(iter(DataLoader(remote, batch_size=2))) == [0, 1]

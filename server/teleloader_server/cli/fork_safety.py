@@ -57,7 +57,8 @@ def dangers(before: ProcessState, dataset: Any) -> list[str]:
 def _native_threads() -> Iterator[tuple[int, str]]:
     """Yield the threads of native libraries that have a name of their own.
 
-    The threads of OpenBLAS and OpenMP have the name of the process; these libraries are prepared for a fork.
+    The threads of OpenBLAS and OpenMP have the name of the process; these libraries are prepared for a fork. Threads
+    whose names start with ``iou-`` belong to the kernel's io_uring, which some versions of uvloop use.
     """
     known = {thread.native_id for thread in threading.enumerate()}
     names = {}
@@ -65,7 +66,8 @@ def _native_threads() -> Iterator[tuple[int, str]]:
         with suppress(OSError):  # the thread has ended
             names[int(task.name)] = (task / "comm").read_text().rstrip()
     main = names.get(os.getpid())
-    yield from ((thread, name) for thread, name in names.items() if thread not in known and name != main)
+    names = {thread: name for thread, name in names.items() if name != main and not name.startswith("iou-")}
+    yield from ((thread, name) for thread, name in names.items() if thread not in known)
 
 
 def _unsafe_types() -> Iterator[tuple[type, str]]:
