@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
+from teleloader_server.dispatch.error_log import ErrorLog
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
 from teleloader_server.dispatch.records import Consumer, Epoch, training_loop
+from teleloader_server.dispatch.timeline import Timeline
 from teleloader_server.loading.stages import STAGES, Fetch
 from teleloader_server.loading.tasks import SLOW_FROM, GroupReport, Task, indices_of
 from teleloader_server.workers.pool import Lease
@@ -493,6 +495,7 @@ class PoolCounters:
 
     def __init__(self, metrics: Counters) -> None:
         self._metrics = metrics
+        self.timeline: Final = metrics.timeline
         self.workers: defaultdict[int, WorkerCounters] = defaultdict(
             lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0, 0.0, 0.0, 0.0))
         )
@@ -536,6 +539,8 @@ class PoolCounters:
         frames: Sequence[Lease],
         report: GroupReport,
         run: str | None = None,
+        *,
+        is_logged: bool = True,
     ) -> None:
         """Count the batches of an epoch that a worker has computed.
 
@@ -545,6 +550,7 @@ class PoolCounters:
             frames: Frames of the batches.
             report: Report of the worker.
             run: Name of a training run that requested the last batch, for the log of its failure.
+            is_logged: Whether a failure of the last batch is added to the error log.
         """
         first, count = tasks[0], len(tasks)
         counters = self.workers[worker]
@@ -580,13 +586,26 @@ class PoolCounters:
                     dataset.slow(fetch, task, sample)
         if report.failed:
             content = codec.read(codec.Bits(frames[-1])).content
-            if isinstance(content, Failure) and dataset.fail(content):
-                _log(tasks[-1], content, run)
+            if isinstance(content, Failure):
+                if is_logged:
+                    self._metrics.errors.failed(tasks[-1], content, run)
+                if dataset.fail(content):
+                    _log(tasks[-1], content, run)
 
-    def substituted(self, task: Task, substituted: Substituted) -> None:
-        """Count the skipped and replaced samples of a batch, and log the first one with each type of exception."""
+    def substituted(self, task: Task, substituted: Substituted, worker: int = -1, run: str | None = None) -> None:
+        """Count the skipped and replaced samples of a batch, and log the first one with each type of exception.
+
+        Args:
+            task: Task of the batch.
+            substituted: The samples.
+            worker: Worker ID.
+            run: Name of a training run that requested the batch; None if unknown.
+        """
         counters = self._metrics.datasets[task.spec.dataset]
-        for position, index, replacement, error in substituted.substitutions:
+        for found in substituted.substitutions:
+            position, index, replacement, error = found
+            if task.substituted is None:  # otherwise the batch is computed again
+                self._metrics.errors.substituted(task, worker, found, run)
             counters.substituted += 1
             kind, _, message = error.partition(": ")
             number = index if isinstance(index, int) else None
@@ -635,9 +654,10 @@ class PoolCounters:
         """Count a batch that is recomputed after the exit of its worker."""
         self._metrics.datasets[dataset].retried += 1
 
-    def batch_failed(self, dataset: str, failure: Failure) -> None:
-        """Count a batch that is not retried, because it hung or ended its workers; the failure was already logged."""
-        self._metrics.datasets[dataset].fail(failure)
+    def batch_failed(self, task: Task, failure: Failure) -> None:
+        """Count a batch that is not retried, because it hung or ended its workers; the exit was already logged."""
+        self._metrics.datasets[task.spec.dataset].fail(failure)
+        self._metrics.errors.failed(task, failure, None)
 
     def worker_lost(self) -> None:
         """Count a worker exit that was not a planned replacement."""
@@ -678,6 +698,8 @@ class Counters:
 
     def __init__(self) -> None:
         self.datasets: defaultdict[str, DatasetCounters] = defaultdict(lambda: DatasetCounters(time.monotonic()))
+        self.errors: Final = ErrorLog()
+        self.timeline: Final = Timeline()
         self.worker_restarts = 0
         """Number of worker exits other than planned replacements."""
         self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()
