@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Handling = Literal["raised", "replaced", "skipped"]
-"""Reaction to an exception: ``raised`` sent it to the client, which raises it; ``replaced`` and ``skipped`` are those of
-``on_error``."""
+"""Reaction to an exception: it was raised in the training loop, or ``on_error`` replaced or skipped the sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +20,9 @@ class Preview:
     """Loader spec as JSON, without `session`; `is_private` states whether to add one."""
     epoch: int
     batch: int
-    indices: list[int] | int | None
-    """Index list to send; a number for a loader without batches; None if the server computes the indices."""
+    indices: list[int] | None
+    """Index list to send; of a loader without batches (`batch_size` null), its only index is sent in place of the list.
+    None if the server computes the indices."""
     is_private: bool
     """True if the spec requires a session, which must be ended after the request."""
 
@@ -192,7 +192,7 @@ class BatchTimes:
     ready_at: float
     """Time at which the server process received the result; the same for all batches of a group."""
     group: int
-    """Number of the first batch (`number`) of the group that the worker reported together; small batches form groups."""
+    """`number` of the first batch of its group: a worker reports several small batches together."""
     samples: int
     failed: bool
 

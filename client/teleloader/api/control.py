@@ -309,6 +309,20 @@ class Server:
         """
         return self._request("GET", f"{STATS_PATH}?limit={limit}", limit=MAX_JSON_BYTES)
 
+    @confirmed
+    def inspect(self, path: str, limit: int = MAX_JSON_BYTES) -> Any:
+        """Fetch a record of `teleloader_shared.inspection` as JSON.
+
+        Args:
+            path: URL path, with query.
+            limit: Maximum size of the response in bytes.
+
+        Raises:
+            ServerUnavailable: If the server does not respond.
+            ProtocolError: If the response is not that of a loader server.
+        """
+        return self._request("GET", path, limit=limit)
+
     def is_alive(self) -> bool:
         """Send a health check; return False if the server does not respond, or a proxy responds with a 5xx status."""
         if local.is_served_in_process(self.url):

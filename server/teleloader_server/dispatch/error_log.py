@@ -37,7 +37,7 @@ class _Entry(NamedTuple):
     """``time.monotonic()``."""
     task: Task
     """Without its index list, which `listed` has."""
-    listed: list[int] | int | None
+    listed: list[int] | None
     failure: Failure
     run: str | None
     handling: Handling
@@ -133,7 +133,7 @@ class ErrorLog:
         return Errors(self.total, [entry.record(now) for entry in reversed(self._entries)])
 
 
-def _listed(task: Task) -> list[int] | int | None:
+def _listed(task: Task) -> list[int] | None:
     """Return the index list of a client-side sampler; None if it is not a short list of integers."""
     if task.indices is None:
         return None
@@ -144,10 +144,10 @@ def _listed(task: Task) -> list[int] | int | None:
         return None
     if len(found) > MAX_INDICES or any(type(index) is not int for index in found):
         return None
-    return found[0] if single else found
+    return found
 
 
-def batch_preview(task: Task, listed: list[int] | int | None) -> Preview | None:
+def batch_preview(task: Task, listed: list[int] | None) -> Preview | None:
     """Return the request that computes a batch again.
 
     Args:
@@ -179,6 +179,6 @@ def sample_preview(task: Task, sample: object) -> Preview | None:
     return _preview(one, task, [sample], is_private=True)
 
 
-def _preview(spec: LoaderSpec, task: Task, listed: list[int] | int | None, *, is_private: bool) -> Preview:
+def _preview(spec: LoaderSpec, task: Task, listed: list[int] | None, *, is_private: bool) -> Preview:
     fields = {name: value for name, value in spec.to_json().items() if name not in _OWN_FIELDS}
     return Preview(fields, task.batch_id.epoch, task.batch_id.batch, listed, is_private)

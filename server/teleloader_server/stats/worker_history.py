@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -48,7 +49,7 @@ class Ring:
         if self._added > len(self._samples):
             ordered = np.roll(self._samples, -place)
         found, rows = [], ordered.tolist()
-        for (before, known, _, used_before), (at, pid, rss, used) in zip(rows, rows[1:], strict=False):
+        for (before, known, _, used_before), (at, pid, rss, used) in pairwise(rows):
             if pid == known and at > before:
                 cpu = max(0.0, used - used_before) / (at - before)
                 found.append(WorkerSample(max(0.0, now - at), pid, rss, cpu))

@@ -249,7 +249,7 @@ REVOKED: Final = struct.Struct("<q")
 If both sides write at the same time, a batch may be computed twice; the server ignores the result of a revoked task.
 """
 STACK_READY: Final = struct.Struct("<q")
-"""Third field, written by the worker: 1 while `STACK_SIGNAL` writes its stacks; 0 if dataset code handles the signal."""
+"""Third field, written by the worker: 1 while `STACK_SIGNAL` writes its stacks, 0 if dataset code handles it."""
 CURRENT_SAMPLE: Final = struct.Struct("<q")
 """Fourth field, written by the worker: index of the sample that it fetches, or `NO_SAMPLE` (`Context.sample`)."""
 STATUS_BYTES: Final = CURRENT_TASK.size + REVOKED.size + STACK_READY.size + CURRENT_SAMPLE.size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # `signal.getsignal` takes a microsecond, for each task
 import ctypes
 import faulthandler
 import gc
@@ -204,7 +204,7 @@ class Worker:
     @staticmethod
     def _is_signal_taken() -> bool:
         """Return True if dataset code has set a handler for `STACK_SIGNAL`, of which `faulthandler` sets none."""
-        return _signal.getsignal(STACK_SIGNAL) != signal.SIG_DFL
+        return bool(_signal.getsignal(STACK_SIGNAL) != signal.SIG_DFL)
 
     def _set_stack_ready(self, ready: int) -> None:
         STACK_READY.pack_into(self._status, CURRENT_TASK.size + REVOKED.size, ready)
