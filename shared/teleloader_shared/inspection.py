@@ -240,8 +240,6 @@ class ClientTimes:
 class Received:
     """One response, as the client received it."""
 
-    number: int
-    """Consecutive number within the consumer."""
     first: int
     """Number of the first batch."""
     batches: int

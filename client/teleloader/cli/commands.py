@@ -14,6 +14,7 @@ from teleloader.cli import inspection, options, views
 from teleloader.cli import peek as peeks
 from teleloader.cli import stats as statistics
 from teleloader.cli import top as top_screen
+from teleloader.cli import trace as tracing
 from teleloader.cli.bench import BatchFailed, Bench
 from teleloader.cli.bench import show as show_bench
 from teleloader.dataset import RemoteDataset
@@ -90,7 +91,10 @@ class Weight(click.ParamType):  # type: ignore[type-arg] # generic since click 8
 
 @click.group(
     cls=_Tools,
-    sections={"Statistics": ("stats", "top", "datasets", "workers", "errors"), "Batches": ("peek", "bench", "audit")},
+    sections={
+        "Statistics": ("stats", "top", "datasets", "workers", "errors", "trace"),
+        "Batches": ("peek", "bench", "audit"),
+    },
     context_settings=CONTEXT,
 )
 @version_option("teleloader")
@@ -247,6 +251,39 @@ def errors(
         inspection.show_slow_samples(source, limit, as_json=as_json)
     else:
         inspection.show_errors(source, limit, tracebacks=traceback, as_json=as_json)
+
+
+@teleloader.command()
+@options.url
+@click.option(
+    "-t", "--seconds", type=click.FloatRange(0.1, 600), metavar="S", help="Seconds to record.  [default: 5]",
+)  # fmt: skip
+@click.option(
+    "-n", "--batches", type=click.IntRange(1, 100_000), metavar="N",
+    help="Record until the servers have computed N batches, for at most 10 minutes.",
+)  # fmt: skip
+@click.option(
+    "-f", "--file", type=click.Path(dir_okay=False, writable=True), default="teleloader-trace.json",
+    show_default=True, metavar="FILE", help="File to write; - for stdout.",
+)  # fmt: skip
+@options.trust_directory
+@options.access
+def trace(
+    url: str | list[str], seconds: float | None, batches: int | None, file: str, trust_directory: bool
+) -> None:  # fmt: skip
+    """Record the times of batches on servers and clients, and write a trace file for Perfetto.
+
+    Open the file at https://ui.perfetto.dev ("Open trace file"; the file stays in the browser). It has a track for each
+    worker with the loading stages, the queues and responses of the server process, and the receiving threads and the
+    training loop of each client. Arrows connect the parts of a batch. All times are on the clock of the first server;
+    the file states the uncertainty of the clocks.
+
+    Clients report their part while the trace is recorded, once a second.
+    """
+    if seconds is not None and batches is not None:
+        raise click.UsageError("--seconds excludes --batches: use one of them")
+    source = statistics.Source(url, 1, trust_directory=trust_directory)
+    tracing.record(source, 5.0 if seconds is None else seconds, batches, file)
 
 
 @teleloader.command()

@@ -151,7 +151,7 @@ def load_again(source: Source, number: int, *, only_sample: bool, debug: bool) -
         why = (
             "the index of the sample is unknown, or the dataset is a mixture"
             if only_sample
-            else "the dataset is iterable-style, or the index list is longer than 1,000 or has other indices than integers"
+            else "the dataset is iterable-style, or the index list has over 1,000 indices or others than integers"
         )
         raise InvalidSpec(f"cannot load the {what} of error {number} again: {why}")
     fields = dict(preview.spec)

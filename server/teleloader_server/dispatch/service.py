@@ -35,7 +35,7 @@ from teleloader_shared.errors import (
     UnknownDataset,
     UnknownLoader,
 )
-from teleloader_shared.inspection import SlowSample, SlowSampleList
+from teleloader_shared.inspection import ClientTimes, SlowSample, SlowSampleList
 from teleloader_shared.messages import ConsumerReport, DatasetInfo, Registration
 from teleloader_shared.orders.plan import Plan, check_limit, check_windows, other_lengths
 from teleloader_shared.sources import describe
@@ -469,6 +469,23 @@ class LoaderService:
         known = self._resolve(caller, key)
         principal = _authorize(caller, known.loader.spec)
         known.engine.tally.progressed(principal.name, consumer, (key, epoch), report)
+
+    def timed(self, caller: Caller, key: str, times: ClientTimes | None) -> None:
+        """Add a client's part to the timeline.
+
+        Args:
+            caller: Caller of the request.
+            key: Key of the loader.
+            times: The times; None if the client only measures the clock.
+
+        Raises:
+            AccessDenied: If the caller may not use the loader's dataset.
+            UnknownLoader: If no loader with this key is registered.
+        """
+        known = self._resolve(caller, key)
+        _authorize(caller, known.loader.spec)
+        if times is not None:
+            self.counters.timeline.add_client(times)
 
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:

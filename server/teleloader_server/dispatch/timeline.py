@@ -69,6 +69,9 @@ class Timeline:
         self._sent: deque[_Sent] = deque(maxlen=MAX_BATCHES)
         self._clients: OrderedDict[tuple[str, str, int, str], ClientTimes] = OrderedDict()
         self._requested_until = 0.0
+        self._asked: set[tuple[str, str]] = set()
+        """Consumers that were requested to report: at most `MAX_CLIENTS`, so that reports of thousands of clients do
+        not delay batches."""
 
     # -- recording, for each batch
 
@@ -117,11 +120,17 @@ class Timeline:
 
     def request_clients(self, now: float) -> None:
         """Make clients report their part of the timeline for the next `REQUESTED_S` seconds."""
+        if now > self._requested_until:
+            self._asked.clear()
         self._requested_until = now + REQUESTED_S
 
-    def wants_clients(self, now: float) -> bool:
-        """Return True if clients should report their part."""
-        return now < self._requested_until
+    def wants_client(self, token: str, consumer: str) -> bool:
+        """Return True if a consumer should report its part."""
+        if not self._requested_until or clock() > self._requested_until:
+            return False
+        if len(self._asked) < MAX_CLIENTS:
+            self._asked.add((token, consumer))
+        return (token, consumer) in self._asked
 
     def add_client(self, times: ClientTimes) -> None:
         """Add a report of a client to its previous ones; keep the last `MAX_BATCHES` entries of each kind."""

@@ -22,7 +22,7 @@ export class BatchView {
   constructor() {
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
-      history.replaceState(null, "", location.pathname);
+      history.replaceState(null, "", location.pathname + location.search);
       this.#look();
     });
   }

@@ -10,7 +10,7 @@ const LABEL = 150;
 const NARROW_LABEL = 84;
 const SLOWEST = 10;
 const MAX_ROWS = 40;
-const FIXED = ["queue", "result", "send", "receive", "decode", "wait"];
+const AFTER = ["send", "receive", "decode", "wait"];
 const TITLES = ["Batch", "Worker", "Total", "Queue", "Stages", "Result", "Until sent", "Send", "Receive", "Decode", "Wait"];
 
 const keyOf = (one, batch = one.batch) => `${one.loader} ${one.epoch} ${batch}`;
@@ -80,7 +80,7 @@ export class Timeline {
   }
 
   #legend() {
-    const kinds = ["queue", ...this.#stages, ...FIXED.slice(1)];
+    const kinds = [...this.#stages, ...AFTER];
     const items = kinds.map((kind) => make("li", {}, make("span", { class: "swatch", "data-kind": this.#kindOf(kind) }), kind));
     byId("timeline-legend").replaceChildren(...items);
   }
