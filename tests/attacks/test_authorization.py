@@ -392,11 +392,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Toke
 
 def status_of(url: str, token: str | None, method: str, path: str, key: str) -> int:
     """Return the status of a request for a dataset `many`, or for a loader of it."""
-    filled = path.format(name="many", key=key, epoch=0, k=0, instance="i")
+    filled = path.format(name="many", key=key, epoch=0, k=0, instance="i", worker=0)
     filled += "?ranges=0:1" if path.endswith("batches") else ""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     if path.endswith("progress"):
         headers |= {CONSUMER_HEADER: "attacker", REPORT_HEADER: ""}
+    if path.endswith("timings"):
+        headers |= {CONSUMER_HEADER: "attacker"}
     if method == "WEBSOCKET":
         return websocket_status(url, key, headers)
     body = json.dumps({"dataset": "many"}) if path == "/v1/loaders" else codec.to_bytes(BatchId(key, 0, 0), [1])

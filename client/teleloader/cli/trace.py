@@ -350,7 +350,10 @@ def _add_server(
         if place not in workers:
             own = "" if first.pool is None else f" of {first.pool[:8]}"
             workers[place] = _Track(events, pid, _FIRST_WORKER * (1 + len(workers)), f"worker {first.worker}{own}")
-        edges = [_edges(times, shift) for times in group]
+        edges: list[list[int]] = []
+        for times in group:  # one after the other, whatever the rounding of their times
+            earliest = edges[-1][-1] if edges else 0
+            edges.append([max(earliest, at) for at in _edges(times, shift)])
         tid = workers[place].place(edges[0][0], max(each[-1] for each in edges))
         if len(group) > 1:
             whole = _Span(pid, tid, edges[0][0], max(each[-1] for each in edges))

@@ -39,6 +39,7 @@ def client_times(fields: dict[str, Any], consumer: str, token: str, key: str, ep
         run = fields.get("run")
         offset, uncertainty = _seconds(offset), _seconds(uncertainty)
         _check_names(host, run)
+        pid = _number(pid)
         responses = []
         for entry in _entries(received):
             first, batches, *times = entry
@@ -52,7 +53,7 @@ def client_times(fields: dict[str, Any], consumer: str, token: str, key: str, ep
             422, "InvalidRequest", f"invalid times of batches ({error!s:.100}): see docs/protocol.md, Timeline"
         ) from None
     return ClientTimes(
-        consumer, token, run, host, _number(pid), key, epoch, offset, max(0.0, uncertainty), responses, waited, stepped
+        consumer, token, run, host, pid, key, epoch, offset, max(0.0, uncertainty), responses, waited, stepped
     )
 
 
