@@ -33,8 +33,7 @@ class Slow:
         return 400
 
     def __getitem__(self, index: int) -> Any:
-        if index == SLOW:
-            time.sleep(0.3)
+        time.sleep(0.3 if index == SLOW else 1e-4)  # of faster samples, only the time of the batch is measured
         return np.full(4, index)
 
 
@@ -59,8 +58,10 @@ class Stuck:
         os.read(os.pipe()[0], 1)
 
     def hang_in_c(self) -> None:
-        """Hang in C code that holds the GIL."""
-        ctypes.PyDLL(None).sleep(1000)
+        """Hang in C code that holds the GIL: a deadlock of a mutex."""
+        library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        for _ in range(2):
+            library.pthread_mutex_lock(mutex)
 
 
 class OwnSignal:

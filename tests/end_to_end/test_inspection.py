@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,11 @@ LOADERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_preview_of_an_error_is_exactly_its_batch(name: str) -> None:
-    """The preview fails at the same sample of a batch with the same indices; that of the sample has only this sample."""
+    """The preview fails at the same sample of a batch with the same indices; that of the sample has only this one."""
     with serve(inspected.Damaged(), num_workers=2) as url:
         found: list[dict[str, Any]] = []
         for epoch in range(3, 40):  # a rank does not load sample 7 in each epoch
-            loader = DataLoader(RemoteDataset(url), **LOADERS[name])
+            loader = DataLoader(RemoteDataset(url), name="run-1", **LOADERS[name])
             loader.set_epoch(epoch)
             with suppress(ValueError):
                 for _ in loader:
@@ -80,7 +81,7 @@ def test_the_preview_of_an_error_is_exactly_its_batch(name: str) -> None:
         (error,) = found
         assert (error["epoch"], error["sample"], error["handling"]) == (epoch, 7, "raised")
         assert error["traceback"].rstrip().endswith("ValueError: sample 7 is damaged")
-        assert error["run"] is not None
+        assert error["run"] == "run-1"
         batch, sample = (opened(url, error[f"{what}_preview"]).content for what in ("batch", "sample"))
         assert isinstance(batch, Failure)
         assert isinstance(sample, Failure)
@@ -98,9 +99,8 @@ def test_handled_errors_are_listed(on_error: Any, handling: str) -> None:
             for _ in loader:
                 pass
         listed = get(url, "/v1/errors")["errors"]
-        assert {(error["sample"], error["handling"], error["type"]) for error in listed} == {
-            (7, handling, "ValueError")
-        }
+        found = {(error["sample"], error["handling"], error["type"]) for error in listed}
+        assert found == {(7, handling, "ValueError")}
         assert all((error["replacement"] is None) == (handling == "skipped") for error in listed)
 
 
@@ -173,8 +173,8 @@ def stack_of(url: str, **options: Any) -> str:
 def test_the_stack_of_a_worker_that_hangs_names_the_function(how: str) -> None:
     """In Python, in a blocked read, and in C code that holds the GIL; the worker survives repeated requests."""
     with serve(inspected.Stuck(how), num_workers=1) as url, loading(url):
-        stack = eventually(lambda: (found := stack_of(url)) if f"hang_in_{how}" in stack_of(url) else "")
-        assert "__getitem__" in stack
+        eventually(lambda: f"hang_in_{how}" in stack_of(url))
+        assert "__getitem__" in stack_of(url)
         detail = get(url, "/v1/workers/0")
         for _ in range(5):
             assert f"hang_in_{how}" in stack_of(url)
@@ -292,7 +292,7 @@ def test_a_trace_has_all_stages_of_every_batch(tmp_path: Path) -> None:
     assert len(complete) >= 16, "at least one epoch is completely recorded"
     for found in complete:
         ends = [found[name] for name in order[:-1]]
-        assert all(a <= b + 1e6 * uncertainty + 1 for a, b in zip(ends, ends[1:], strict=False)), found
+        assert all(a <= b + 1e6 * uncertainty + 1 for a, b in pairwise(ends)), found
 
 
 def completed(trace: dict[str, Any]) -> Iterator[tuple[int, int, str, float]]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
@@ -437,7 +438,7 @@ class _Clients:
             return
         waits = {wait.batch: wait for wait in times.waits}
         steps = sorted(times.steps, key=lambda each: each.at)
-        for step, following in zip(steps, [*steps[1:], None], strict=True):
+        for step, following in zip_longest(steps, steps[1:]):
             key = times.loader, times.epoch, step.batch
             at = _ns(step.at, shift)
             wait = waits.get(step.batch)
