@@ -246,7 +246,8 @@ def test_a_worker_has_its_last_batches_and_its_memory() -> None:
         for _ in DataLoader(RemoteDataset(url), batch_size=8, seed=0):
             pass
         found = get(url, "/v1/workers/0")
-        assert [each["batch"] for each in found["recent"]] == list(range(49, 29, -1))
+        numbers = [each["number"] for each in found["recent"]]
+        assert numbers == list(range(49, 29, -1))
         assert found["recent"][0]["ready_at"] >= found["recent"][1]["ready_at"]
         history = eventually(lambda: get(url, "/v1/workers/0")["history"])
         assert history[0]["pid"] == found["pid"] != os.getpid()

@@ -549,7 +549,7 @@ class PoolCounters:
             tasks: Tasks of the batches.
             frames: Frames of the batches.
             report: Report of the worker.
-            run: Name of a training run that requested the last batch, for the log of its failure.
+            run: Name of the training run for which the last batch was computed, for the log of its failure.
             is_logged: Whether a failure of the last batch is added to the error log.
         """
         first, count = tasks[0], len(tasks)
@@ -683,6 +683,11 @@ class PoolCounters:
         known = self._consumers.get((principal, consumer, epoch))
         if known is not None:
             known.requested(time.monotonic(), report)
+
+    def run_of(self, consumer: Consumer) -> str | None:
+        """Return the name of a consumer's training run; None if it is unknown."""
+        known = self._consumers.get(_key(consumer))
+        return None if known is None else known.run
 
     def of(self, consumer: Consumer) -> ConsumerCounters:
         """Return the counters of a consumer that was passed to `consumer` before."""

@@ -288,12 +288,11 @@ class Engine:
         if self._end is not None:
             return
         stream = self._stream_for(tasks[-1].batch_id) if report.failed else None
-        is_preview = stream is not None and stream.consumer.name == PREVIEW  # it would repeat the error that it shows
         with nullcontext() if stream is None else request_ids.on_behalf_of(stream.request_id):
-            run = None if stream is None else stream.tally.run
-            self.tally.computed(worker, tasks, frames, report, run, is_logged=not is_preview)
+            self._count(worker, tasks, frames, report)
         self.tally.timeline.add_computed(time.monotonic(), self.source.session, worker, tasks, report)
         now, last = time.time_ns(), len(tasks) - 1
+        batches = [self._dispatcher.store.batch(task.batch_id) for task in tasks] if report.substituted else []
         for place, (task, raw, *stages) in enumerate(zip(tasks, frames, *report.stages, strict=True)):
             made = Made(now, worker, stages) if self._traces else None
             if stages[FETCH] > SLOW_FROM and not (report.failed and place == last):
@@ -306,9 +305,17 @@ class Engine:
         for place, fields in report.substituted:
             found = Substituted.read(fields)
             self._dispatcher.substituted(tasks[place].batch_id, found)
-            wanting = self._stream_for(tasks[place].batch_id)
-            self.tally.substituted(tasks[place], found, worker, None if wanting is None else wanting.tally.run)
+            self.tally.substituted(tasks[place], found, worker, self.tally.run_of(batches[place].consumer))
         self._decide_soon()
+
+    def _count(self, worker: int, tasks: Sequence[Task], frames: Sequence[Lease], report: GroupReport) -> None:
+        """Count computed batches; log a failure of the last one, unless it is only computed for display."""
+        if not report.failed:
+            self.tally.computed(worker, tasks, frames, report)
+            return
+        consumer = self._dispatcher.store.batch(tasks[-1].batch_id).consumer
+        run, is_logged = self.tally.run_of(consumer), consumer.name != PREVIEW  # a preview would repeat its error
+        self.tally.computed(worker, tasks, frames, report, run, is_logged=is_logged)
 
     def _learn(self, task: Task, report: GroupReport, place: int) -> None:
         """Update the slow samples of a dataset from a batch that took long to fetch."""
