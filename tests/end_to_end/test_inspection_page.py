@@ -83,10 +83,11 @@ def load(url: str, epoch: int = 3, **arguments: Any) -> None:
 def training(url: str) -> Iterator[None]:
     """Iterate over epochs in a thread, as a training loop does."""
     done = threading.Event()
+    loader = DataLoader(RemoteDataset(url), batch_size=8, seed=0)
 
     def train() -> None:
         while not done.is_set():
-            for _ in DataLoader(RemoteDataset(url), batch_size=8, seed=0):
+            for _ in loader:
                 if done.wait(0.005):
                     break
 
@@ -183,7 +184,7 @@ def test_without_admin_the_page_says_why_it_shows_no_stack(
 def test_the_timeline_is_used_by_keyboard_and_fits(
     servers: ExitStack, open_page: Open, scheme: str, width: int
 ) -> None:
-    """Arrow keys select batches, whose times are a sentence; the table has the slowest; nothing is wider than the page."""
+    """Arrow keys select batches, whose times are a sentence; a table has the slowest; no part is wider than the page."""
     url = servers.enter_context(serve(inspected.Slow(), num_workers=2))
     servers.enter_context(training(url))
     page = open_page(url, color_scheme=scheme, viewport={"width": width, "height": 900})

@@ -13,6 +13,8 @@ const MAX_ROWS = 40;
 const AFTER = ["send", "receive", "decode", "wait"];
 const TITLES = ["Batch", "Worker", "Total", "Queue", "Stages", "Result", "Until sent", "Send", "Receive", "Decode", "Wait"];
 
+// All iterations of a training loop have the part of the name before "#" in common.
+const loopOf = (consumer) => consumer.replace(/#[^#]*$/, "");
 const keyOf = (one, batch = one.batch) => `${one.loader} ${one.epoch} ${batch}`;
 
 export class Timeline {
@@ -225,14 +227,14 @@ function joined(found, computed) {
   }
   const add = (key, values, until) => {
     const batch = batches.get(key);
-    if (batch === undefined) return;
+    if (batch === undefined || until < batch.assigned_at) return; // of an earlier computation of the same batch
     Object.assign(batch, values);
     batch.total = Math.max(batch.total, until - batch.assigned_at);
   };
   for (const one of found.sent) {
     for (const batch of one.batches) {
       const known = batches.get(keyOf(one, batch));
-      if (known === undefined || known.send !== undefined) continue;
+      if (known === undefined || known.send !== undefined || one.ended_at < known.ready_at) continue;
       add(known.key, { unsent: Math.max(0, one.began_at - known.ready_at), send: one.ended_at - one.began_at }, one.ended_at);
     }
   }
@@ -266,10 +268,10 @@ function rowsOf(found, computed, batches) {
   for (const one of found.sent) {
     const keys = one.batches.map((batch) => keyOf(one, batch));
     if (one.ended_at < start || !keys.some((key) => batches.has(key))) continue;
-    add(`send to ${one.consumer}`, { kind: "send", from: one.began_at, to: one.ended_at, keys });
+    add(`send to ${loopOf(one.consumer)}`, { kind: "send", from: one.began_at, to: one.ended_at, keys });
   }
   for (const client of found.clients) {
-    const name = client.run ?? client.consumer;
+    const name = client.run ?? loopOf(client.consumer);
     for (const one of client.received) {
       const keys = Array.from({ length: one.batches }, (_, i) => keyOf(client, one.first + i));
       if (one.decoded_at < start) continue;
