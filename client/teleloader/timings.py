@@ -14,6 +14,8 @@ MAX_ENTRIES: Final = 512
 """Maximum number of entries of each kind between two reports."""
 WANTED_S: Final = 5.0
 """Seconds after the last request of a server for which times are recorded."""
+ROUNDING_S: Final = 1e-6
+"""Time in the network, in seconds below 0, that is a rounding error."""
 MAX_EXCHANGES: Final = 8
 """Number of the last exchanges with a server from which its clock is estimated."""
 
@@ -48,9 +50,9 @@ class ClockEstimate:
             received: Time at which this process received the response.
         """
         network = (received - sent) - (sent_there - received_there)
-        if network >= 0 and sent_there >= received_there:
+        if network > -ROUNDING_S and sent_there >= received_there:
             offset = ((received_there - sent) + (sent_there - received)) / 2
-            self._exchanges.append(Offset(offset, network / 2))
+            self._exchanges.append(Offset(offset, max(0.0, network / 2)))
 
     @property
     def offset(self) -> Offset | None:

@@ -58,9 +58,9 @@ def test_recording_ends_when_no_server_requests_it(monkeypatch: pytest.MonkeyPat
     timings = Timings()
     assert not timings.is_on, "nothing is recorded before the first request"
     timings.request()
-    now = 104.0
-    timings.take()
-    assert timings.is_on
-    now = 106.0
-    timings.take()
-    assert not timings.is_on
+    recorded = []
+    for later in (104.0, 106.0):
+        now = later
+        timings.take()
+        recorded.append(timings.is_on)
+    assert recorded == [True, False]

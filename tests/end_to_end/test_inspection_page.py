@@ -184,7 +184,7 @@ def test_without_admin_the_page_says_why_it_shows_no_stack(
 def test_the_timeline_is_used_by_keyboard_and_fits(
     servers: ExitStack, open_page: Open, scheme: str, width: int
 ) -> None:
-    """Arrow keys select batches, whose times are a sentence; a table has the slowest; no part is wider than the page."""
+    """Arrow keys select batches, whose times are a sentence; a table has the slowest; no part exceeds the page."""
     url = servers.enter_context(serve(inspected.Slow(), num_workers=2))
     servers.enter_context(training(url))
     page = open_page(url, color_scheme=scheme, viewport={"width": width, "height": 900})

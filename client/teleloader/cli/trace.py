@@ -461,9 +461,9 @@ class _Clients:
         for (pid, consumer), entries in self._loops.items():
             name = f"training loop {consumer.rpartition('#')[0] or consumer}"
             by_loop.setdefault((pid, name), []).extend((*entry, consumer) for entry in entries)
-        for (pid, name), entries in by_loop.items():
+        for (pid, name), parts in by_loop.items():
             track = self._track(pid, name)
-            for what, start, end, key, consumer in sorted(entries, key=lambda each: each[1:3]):
+            for what, start, end, key, consumer in sorted(parts, key=lambda each: each[1:3]):
                 tid = track.place(start, end)
                 span = self._events.span(what, _Span(pid, tid, start, end), epoch=key[1], batch=key[2])
                 if what == "step":

@@ -540,7 +540,7 @@ class PoolCounters:
         report: GroupReport,
         run: str | None = None,
         *,
-        is_logged: bool = True,
+        is_preview: bool = False,
     ) -> None:
         """Count the batches of an epoch that a worker has computed.
 
@@ -550,7 +550,7 @@ class PoolCounters:
             frames: Frames of the batches.
             report: Report of the worker.
             run: Name of the training run for which the last batch was computed, for the log of its failure.
-            is_logged: Whether a failure of the last batch is added to the error log.
+            is_preview: Whether the last batch is computed only for display.
         """
         first, count = tasks[0], len(tasks)
         counters = self.workers[worker]
@@ -587,8 +587,7 @@ class PoolCounters:
         if report.failed:
             content = codec.read(codec.Bits(frames[-1])).content
             if isinstance(content, Failure):
-                if is_logged:
-                    self._metrics.errors.failed(tasks[-1], content, run)
+                self._metrics.errors.failed(tasks[-1], content, run, is_preview=is_preview)
                 if dataset.fail(content):
                     _log(tasks[-1], content, run)
 

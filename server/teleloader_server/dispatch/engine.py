@@ -309,13 +309,13 @@ class Engine:
         self._decide_soon()
 
     def _count(self, worker: int, tasks: Sequence[Task], frames: Sequence[Lease], report: GroupReport) -> None:
-        """Count computed batches; log a failure of the last one, unless it is only computed for display."""
+        """Count computed batches, and log a failure of the last one."""
         if not report.failed:
             self.tally.computed(worker, tasks, frames, report)
             return
         consumer = self._dispatcher.store.batch(tasks[-1].batch_id).consumer
-        run, is_logged = self.tally.run_of(consumer), consumer.name != PREVIEW  # a preview would repeat its error
-        self.tally.computed(worker, tasks, frames, report, run, is_logged=is_logged)
+        is_preview = consumer.name == PREVIEW
+        self.tally.computed(worker, tasks, frames, report, self.tally.run_of(consumer), is_preview=is_preview)
 
     def _learn(self, task: Task, report: GroupReport, place: int) -> None:
         """Update the slow samples of a dataset from a batch that took long to fetch."""

@@ -44,6 +44,13 @@ class _Entry(NamedTuple):
     replacement: int | str | None
     sample: int | str | None
 
+    def is_same(self, task: Task, failure: Failure) -> bool:
+        """Return True if a batch failed with the same exception at the same sample."""
+        known = self.failure
+        return (self.task.spec.dataset, known.type, known.message, known.sample) == (
+            task.spec.dataset, failure.type, failure.message[:MAX_MESSAGE], failure.sample,
+        )  # fmt: skip
+
     def record(self, now: float) -> ErrorRecord:
         loader, epoch, batch = self.task.batch_id
         failure = self.failure
@@ -80,14 +87,17 @@ class ErrorLog:
     def __iter__(self) -> Iterator[_Entry]:
         return iter(self._entries)
 
-    def failed(self, task: Task, failure: Failure, run: str | None) -> None:
+    def failed(self, task: Task, failure: Failure, run: str | None, *, is_preview: bool = False) -> None:
         """Add a batch whose exception is sent to clients.
 
         Args:
             task: Task of the batch.
             failure: Its exception.
             run: Name of a training run that requested it; None if unknown.
+            is_preview: Whether the batch is computed only for display: an error that is listed is then not added again.
         """
+        if is_preview and any(entry.is_same(task, failure) for entry in self._entries):
+            return
         self._add(task, failure, run, "raised", None, failure.sample)
 
     def substituted(self, task: Task, worker: int, found: Substitution, run: str | None) -> None:

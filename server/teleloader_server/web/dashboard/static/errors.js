@@ -57,6 +57,7 @@ export class ErrorList {
     list(byId("error-list"), this.#errors.map((one) => ({ ...one, age: one.age + elapsed })), ({ number }) => number, row);
     byId("no-errors").hidden = this.#errors.length > 0;
     byId("more-errors").hidden = this.#total <= this.#errors.length;
+    if (this.#errors.length === 0) return;
     say(byId("more-errors"), `The last ${this.#errors.length} of ${plural(this.#total, "error")}.`);
   }
 
