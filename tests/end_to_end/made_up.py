@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from teleloader_server.web.app import bind, url_of
 from teleloader_server.web.dashboard import add_dashboard
-from teleloader_shared.inspection import ErrorRecord, Errors, SlowSampleList
+from teleloader_shared.inspection import ErrorRecord, Errors, SlowSampleList, Timeline
 from teleloader_shared.stats import (
     ConsumerStats,
     DatasetStats,
@@ -167,6 +167,7 @@ class MadeUpServer:
         self.app.get("/v1/datasets")(self._datasets)
         self.app.get("/v1/errors")(self._errors)
         self.app.get("/v1/slow-samples")(self._slow_samples)
+        self.app.get("/v1/timeline")(self._timeline)
         self.app.get("/v1/servers")(self._servers)
         self.app.get("/healthz")(self._health)
         self.app.get("/session")(self._session)
@@ -205,6 +206,9 @@ class MadeUpServer:
     async def _errors(self) -> Errors:
         found = [(dataset.dataset, error) for dataset in self.stats.datasets for error in dataset.errors]
         return Errors(len(found), [record_of(number, *each) for number, each in enumerate(found, 1)])
+
+    async def _timeline(self) -> Timeline:
+        return Timeline(0.0, 0.0, "cpu-box", 4242, ["fetch", "collate", "encode"], [], [], [], 0, 0)
 
     async def _slow_samples(self) -> SlowSampleList:
         return SlowSampleList(0, [])
