@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Handling = Literal["raised", "replaced", "skipped"]
-"""Reaction to an exception. ``raised`` in the training loop, or ``on_error`` has ``replaced`` or ``skipped`` the sample."""
+"""Reaction to an exception. Either the training loop raised it, or ``on_error`` replaced or skipped the sample."""
 
 
 @dataclass(frozen=True, slots=True)
