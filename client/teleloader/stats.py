@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from teleloader.tensors.memory import HostBuffers
+from teleloader.timings import Timings
 from teleloader_shared.histogram import Histogram
 from teleloader_shared.messages import ConsumerReport, ReceivingTotals
 from teleloader_shared.stats import Latency
@@ -193,6 +194,8 @@ class Measures:
         self.reconnects = 0
         self.hedges = 0
         self.errors = 0
+        self.timings: Final = Timings()
+        """Times of single batches, for the timeline of servers."""
         self._epoch = epoch
         self._buffers = buffers
         self._number: int | None = None
@@ -247,6 +250,8 @@ class Measures:
             seconds = now - began
             self._waited = before + seconds, None
             self._waits.observe((seconds,))
+            if self.timings.is_on:
+                self.timings.waited(self.position, began, now)
             # a copy to a device follows the delivery
             is_known = self._delivered > began and not self.copy
             self._receiving.waited(time.process_time() - used, now - self._delivered if is_known else None)
@@ -256,6 +261,8 @@ class Measures:
         if number != self._number:
             self._number = number
             self.steps += 1
+            if self.timings.is_on:
+                self.timings.stepped(number)
 
     @property
     def position(self) -> int:
@@ -328,6 +335,11 @@ class Measures:
             self.late_copies, self.reconnects, self.hedges, self.errors,
         )  # fmt: skip
         return Totals._make(before + now for before, now in zip(self._before, this, strict=True))
+
+    @property
+    def run(self) -> str | None:
+        """Name of the training run; None if it has none."""
+        return self._run
 
     @property
     def epoch(self) -> int | None:

@@ -201,6 +201,7 @@ class _Connection:
         self._wanted = BatchRequest(BatchRanges())
         self.trace: RequestTrace | None = None
         self.first_byte = 0
+        self.wants_timings = False
         self.verified = 0
         self.is_usable = True
 

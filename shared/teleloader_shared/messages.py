@@ -19,6 +19,8 @@ PREVIEW: Final = "look"
 """Consumer name of clients that fetch single batches for display (``teleloader peek``); /stats omits them."""
 REPORT_HEADER: Final = "Teleloader-Report"
 """Carries a `ConsumerReport`."""
+TIMELINE_HEADER: Final = "Teleloader-Timeline"
+"""Header of responses with batches: requests the client's part of the timeline (`timings_path`)."""
 PRIORITY_HEADER: Final = "Priority"
 """Carries the urgency of a batch request (RFC 9218)."""
 BACKGROUND_PRIORITY: Final = "u=7"
@@ -35,6 +37,9 @@ LOADERS_PATH: Final = "/v1/loaders"
 SERVERS_PATH: Final = "/v1/servers"
 DRAIN_PATH: Final = "/v1/drain"
 WORKERS_PATH: Final = "/v1/workers"
+ERRORS_PATH: Final = "/v1/errors"
+SLOW_SAMPLES_PATH: Final = "/v1/slow-samples"
+TIMELINE_PATH: Final = "/v1/timeline"
 HEALTH_PATH: Final = "/healthz"
 STREAM_PATH: Final = "/stream"
 """Suffix appended to `loader_path` in the URL of a loader's WebSocket."""
@@ -48,6 +53,11 @@ def batches_path(key: str, epoch: int) -> str:
 def progress_path(key: str, epoch: int) -> str:
     """Return the URL path of the progress of an epoch's consumers."""
     return f"{loader_path(key)}/epochs/{epoch}/progress"
+
+
+def timings_path(key: str, epoch: int) -> str:
+    """Return the URL path for the client's part of the timeline of an epoch's batches."""
+    return f"{loader_path(key)}/epochs/{epoch}/timings"
 
 
 def loader_path(key: str) -> str:

@@ -269,6 +269,7 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("GET", "/v1/loaders/{key}/epochs/{epoch}/batches"): (DirectRoute, "read"),
     ("POST", "/v1/loaders/{key}/epochs/{epoch}/batches"): (DirectRoute, "read"),
     ("PUT", "/v1/loaders/{key}/epochs/{epoch}/progress"): (GuardedRoute, "read"),
+    ("PUT", "/v1/loaders/{key}/epochs/{epoch}/timings"): (GuardedRoute, "read"),
     ("WEBSOCKET", "/v1/loaders/{key}/stream"): (APIWebSocketRoute, "read"),
     ("GET", "/v1/servers"): (GuardedRoute, "read"),
     ("POST", "/v1/servers"): (GuardedRoute, "announce"),
@@ -276,6 +277,11 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("GET", "/v1/drain"): (GuardedRoute, "admin"),
     ("POST", "/v1/drain"): (GuardedRoute, "admin"),
     ("PUT", "/v1/workers"): (GuardedRoute, "admin"),
+    ("GET", "/v1/workers/{worker}"): (GuardedRoute, "stats"),
+    ("GET", "/v1/workers/{worker}/stack"): (GuardedRoute, "admin"),
+    ("GET", "/v1/errors"): (GuardedRoute, "stats"),
+    ("GET", "/v1/slow-samples"): (GuardedRoute, "stats"),
+    ("GET", "/v1/timeline"): (GuardedRoute, "stats"),
     ("GET", "/stats"): (GuardedRoute, "stats"),
     ("GET", "/stats/stream"): (GuardedRoute, "stats"),
     ("GET", "/metrics"): (GuardedRoute, "stats"),
@@ -386,11 +392,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Toke
 
 def status_of(url: str, token: str | None, method: str, path: str, key: str) -> int:
     """Return the status of a request for a dataset `many`, or for a loader of it."""
-    filled = path.format(name="many", key=key, epoch=0, k=0, instance="i")
+    filled = path.format(name="many", key=key, epoch=0, k=0, instance="i", worker=0)
     filled += "?ranges=0:1" if path.endswith("batches") else ""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     if path.endswith("progress"):
         headers |= {CONSUMER_HEADER: "attacker", REPORT_HEADER: ""}
+    if path.endswith("timings"):
+        headers |= {CONSUMER_HEADER: "attacker"}
     if method == "WEBSOCKET":
         return websocket_status(url, key, headers)
     body = json.dumps({"dataset": "many"}) if path == "/v1/loaders" else codec.to_bytes(BatchId(key, 0, 0), [1])

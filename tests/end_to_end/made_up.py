@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from teleloader_server.web.app import bind, url_of
 from teleloader_server.web.dashboard import add_dashboard
+from teleloader_shared.inspection import ErrorRecord, Errors, SlowSampleList, Timeline
 from teleloader_shared.stats import (
     ConsumerStats,
     DatasetStats,
@@ -164,6 +165,9 @@ class MadeUpServer:
         self.app.get("/stats")(self._page)
         self.app.get("/stats/stream")(self._stream)
         self.app.get("/v1/datasets")(self._datasets)
+        self.app.get("/v1/errors")(self._errors)
+        self.app.get("/v1/slow-samples")(self._slow_samples)
+        self.app.get("/v1/timeline")(self._timeline)
         self.app.get("/v1/servers")(self._servers)
         self.app.get("/healthz")(self._health)
         self.app.get("/session")(self._session)
@@ -199,8 +203,26 @@ class MadeUpServer:
     async def _health(self) -> dict[str, str]:
         return {"status": "ok", "instance": "own"}
 
+    async def _errors(self) -> Errors:
+        found = [(dataset.dataset, error) for dataset in self.stats.datasets for error in dataset.errors]
+        return Errors(len(found), [record_of(number, *each) for number, each in enumerate(found, 1)])
+
+    async def _timeline(self) -> Timeline:
+        return Timeline(0.0, 0.0, "cpu-box", 4242, ["fetch", "collate", "encode"], [], [], [], 0, 0)
+
+    async def _slow_samples(self) -> SlowSampleList:
+        return SlowSampleList(0, [])
+
     async def _datasets(self) -> list[dict[str, str]]:
         return [{"name": dataset.dataset, "kind": dataset.kind} for dataset in self.stats.datasets]
+
+
+def record_of(number: int, dataset: str, error: ErrorCount) -> ErrorRecord:
+    """Return an error in a dataset, without links."""
+    return ErrorRecord(
+        number, 0.0, error.age, dataset, "key", 0, 1, 0, None, error.type, error.last, error.traceback, error.sample,
+        error.indices, "raised", None, None, None,
+    )  # fmt: skip
 
 
 @contextmanager

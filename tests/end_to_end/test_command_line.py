@@ -83,7 +83,11 @@ def test_examples_in_the_help_fit_80_columns(program: str) -> None:
     ("program", "arguments", "said"),
     [
         (TOOLS, ["wrkers"], "unknown command 'wrkers'. Did you mean 'workers'?"),
-        (TOOLS, ["xyz"], "unknown command 'xyz'. Available: stats, top, datasets, workers, peek, bench, audit"),
+        (
+            TOOLS,
+            ["xyz"],
+            "unknown command 'xyz'. Available: stats, top, datasets, workers, errors, trace, peek, bench, audit",
+        ),
         (TOOLS, ["stats", "--watc"], "--watch"),
         (SERVER, ["chek", "my_package.data:train"], "unknown command 'chek'. Did you mean 'check'?"),
         (SERVER, ["tokens"], "unknown command 'tokens'. Did you mean 'token'?"),

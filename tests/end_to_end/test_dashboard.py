@@ -308,10 +308,10 @@ def test_an_error_is_shown_with_its_traceback(server: MadeUpServer, open_page: O
     """An error is one line, which expands to traceback and indices."""
     page = open_page(server.url)
     error = page.locator("#errors details")
-    until(error.locator("summary"), "ValueError 3 times, last 5 s ago, train sample 17 is damaged")
+    until(error.locator("summary"), "ValueError train, epoch 0, batch 1, 5 s ago sample 17 is damaged")
     error.locator("summary").click()
     until(error.locator("pre"), "Traceback ...\nValueError: ...")
-    until(error, "indices 16, 17")
+    until(error, "Indices of the batch: 16, 17")
 
 
 def test_names_and_messages_are_shown_as_text(server: MadeUpServer, open_page: Open) -> None:

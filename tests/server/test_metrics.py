@@ -224,7 +224,7 @@ def test_a_batch_that_is_given_up_is_a_failure() -> None:
     """A batch that the server itself fails is counted as a failure."""
     metrics = Counters()
     pool = metrics.pool()
-    pool.batch_failed("data", Failure("teleloader.WorkerDied", "worker 0 died", "", [1], 0))
+    pool.batch_failed(task(0), Failure("teleloader.WorkerDied", "worker 0 died", "", [1], 0))
     pool.retried("data")
     pool.worker_lost()
     tally = metrics.datasets["data"]

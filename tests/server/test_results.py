@@ -75,7 +75,7 @@ def test_the_report_has_the_times_of_each_batch(computing: Computing) -> None:
     computing.compute(1, 64, following=0)
     (done,) = computing.results.take(at_once=False)
     assert done.report == GroupReport(
-        (8, 8), False, [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)], 2.0, 3.0, [], (None, None), []
+        (8, 8), False, [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)], 2.0, 3.0, [], (None, None), [], (0.0, 0.0)
     )
 
 

@@ -44,6 +44,7 @@ from teleloader_shared.messages import (
     batches_path,
     loader_path,
     progress_path,
+    timings_path,
 )
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.text import excerpt, sentence, short
@@ -270,6 +271,23 @@ class Server:
         headers = {CONSUMER_HEADER: consumer, REPORT_HEADER: report.to_header()}
         self._request("PUT", progress_path(key, epoch), headers=headers, timeout=timeout)
 
+    def report_timings(self, key: str, epoch: int, consumer: str, times: dict[str, Any], timeout: float) -> Any:
+        """Report the client's part of the timeline; return the times at which the server handled the request.
+
+        Args:
+            key: Key of the loader.
+            epoch: Epoch number.
+            consumer: Name of the consumer in the server's statistics.
+            times: Body of the request, see docs/protocol.md.
+            timeout: Seconds to wait for the server.
+
+        Raises:
+            TeleloaderError: If the server does not confirm the report.
+        """
+        headers = {CONSUMER_HEADER: consumer, "Content-Type": "application/json"}
+        content = json.dumps(times).encode()
+        return self._request("PUT", timings_path(key, epoch), headers=headers, content=content, timeout=timeout)
+
     @confirmed
     def batch(self, batch_id: BatchId, listed: bytes | None = None, *, consumer: str) -> Frame:
         """Fetch and decode one batch.
@@ -308,6 +326,20 @@ class Server:
             ProtocolError: If the response is not that of a loader server.
         """
         return self._request("GET", f"{STATS_PATH}?limit={limit}", limit=MAX_JSON_BYTES)
+
+    @confirmed
+    def inspect(self, path: str, limit: int = MAX_JSON_BYTES) -> Any:
+        """Fetch a record of `teleloader_shared.inspection` as JSON.
+
+        Args:
+            path: URL path, with query.
+            limit: Maximum size of the response in bytes.
+
+        Raises:
+            ServerUnavailable: If the server does not respond.
+            ProtocolError: If the response is not that of a loader server.
+        """
+        return self._request("GET", path, limit=limit)
 
     def is_alive(self) -> bool:
         """Send a health check; return False if the server does not respond, or a proxy responds with a 5xx status."""

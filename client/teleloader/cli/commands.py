@@ -10,10 +10,11 @@ import click
 
 from teleloader.balance import LengthBalance
 from teleloader.cli import audit as audits
-from teleloader.cli import options, views
+from teleloader.cli import inspection, options, views
 from teleloader.cli import peek as peeks
 from teleloader.cli import stats as statistics
 from teleloader.cli import top as top_screen
+from teleloader.cli import trace as tracing
 from teleloader.cli.bench import BatchFailed, Bench
 from teleloader.cli.bench import show as show_bench
 from teleloader.dataset import RemoteDataset
@@ -90,7 +91,10 @@ class Weight(click.ParamType):  # type: ignore[type-arg] # generic since click 8
 
 @click.group(
     cls=_Tools,
-    sections={"Statistics": ("stats", "top", "datasets", "workers"), "Batches": ("peek", "bench", "audit")},
+    sections={
+        "Statistics": ("stats", "top", "datasets", "workers", "errors", "trace"),
+        "Batches": ("peek", "bench", "audit"),
+    },
     context_settings=CONTEXT,
 )
 @version_option("teleloader")
@@ -193,14 +197,93 @@ def datasets(url: str | list[str], sort: str | None, reverse: bool, as_json: boo
 @options.reverse
 @as_json
 @options.trust_directory
+@click.option(
+    "--stack", type=click.IntRange(0), metavar="N",
+    help="Show the stacks of worker N of one server in place of the table, also while it hangs; requires scope admin.",
+)  # fmt: skip
+@click.option("--loader", metavar="KEY", help="With --stack: key of the loader to which the worker is private.")
 @options.access
-def workers(url: str | list[str], sort: str | None, reverse: bool, as_json: bool, trust_directory: bool) -> None:
+def workers(
+    url: str | list[str], sort: str | None, reverse: bool, as_json: bool, trust_directory: bool, stack: int | None,
+    loader: str | None,
+) -> None:  # fmt: skip
     """List the workers of a server or of several servers.
 
     For each worker: state, current task, busy fraction of the last 10 seconds, restarts and memory.
     """
     source = statistics.Source(url, 1, trust_directory=trust_directory)
+    if stack is not None:
+        inspection.show_stack(source, stack, loader, as_json=as_json)
+        return
     views.once(views.WORKERS, source, sort, reverse=reverse, as_json=as_json)
+
+
+@teleloader.command()
+@options.url
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(1, 100),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Maximum number of errors of each server, the latest ones.",
+)
+@click.option("--traceback", is_flag=True, help="Show the traceback of each error.")
+@click.option("--slow", is_flag=True, help="List slow samples in place of errors.")
+@as_json
+@options.trust_directory
+@options.access
+def errors(
+    url: str | list[str], limit: int, traceback: bool, slow: bool, as_json: bool, trust_directory: bool
+) -> None:  # fmt: skip
+    """List the latest errors of datasets, or the slow samples, of a server or of several servers.
+
+    A server keeps its last 100 errors. For each error: number, time, dataset, epoch, batch, sample, and whether the
+    error was raised in the training loop, or the sample was replaced or skipped (on_error).
+
+    \b
+      teleloader peek http://cpu-box:8000 --error 12             # load the batch of error 12 again
+      teleloader peek http://cpu-box:8000 --error 12 --sample    # load only the sample that failed
+    """  # noqa: D301 - the escapes are click's
+    source = statistics.Source(url, 1, trust_directory=trust_directory)
+    if slow:
+        inspection.show_slow_samples(source, limit, as_json=as_json)
+    else:
+        inspection.show_errors(source, limit, tracebacks=traceback, as_json=as_json)
+
+
+@teleloader.command()
+@options.url
+@click.option(
+    "-t", "--seconds", type=click.FloatRange(0.1, 600), metavar="S", help="Seconds to record.  [default: 5]",
+)  # fmt: skip
+@click.option(
+    "-n", "--batches", type=click.IntRange(1, 100_000), metavar="N",
+    help="Record until the servers have computed N batches, for at most 10 minutes.",
+)  # fmt: skip
+@click.option(
+    "-f", "--file", type=click.Path(dir_okay=False, writable=True), default="teleloader-trace.json",
+    show_default=True, metavar="FILE", help="File to write; - for stdout.",
+)  # fmt: skip
+@options.trust_directory
+@options.access
+def trace(
+    url: str | list[str], seconds: float | None, batches: int | None, file: str, trust_directory: bool
+) -> None:  # fmt: skip
+    """Record the times of batches on servers and clients, and write a trace file for Perfetto.
+
+    Open the file at https://ui.perfetto.dev ("Open trace file"; the file stays in the browser). It has a track for each
+    worker with the loading stages, the queues and responses of the server process, and the receiving threads and the
+    training loop of each client. Arrows connect the parts of a batch. All times are on the clock of the first server;
+    the file states the uncertainty of the clocks.
+
+    Clients report their part while the trace is recorded, once a second.
+    """
+    if seconds is not None and batches is not None:
+        raise click.UsageError("--seconds excludes --batches: use one of them")
+    source = statistics.Source(url, 1, trust_directory=trust_directory)
+    tracing.record(source, 5.0 if seconds is None else seconds, batches, file)
 
 
 @teleloader.command()
@@ -260,6 +343,11 @@ def bench(
 @options.epoch
 @click.option("--indices", type=Indices(), help="Sample indices of the batch, in place of the seeded order.")
 @click.option("--debug", is_flag=True, help="Load in the server's main process, for debugging with breakpoint().")
+@click.option(
+    "--error", type=click.IntRange(1), metavar="N",
+    help="Load exactly the batch of error N (teleloader errors), with the arguments of its loader.",
+)  # fmt: skip
+@click.option("--sample", "only_sample", is_flag=True, help="With --error: load only the sample that failed.")
 @options.of_loader(
     options.batch_size(1), options.shuffle, options.drop_last, options.seed, options.rank, options.world_size,
     options.tail, options.collate, as_json, options.trust_directory, options.access,
@@ -268,18 +356,24 @@ def bench(
 @click.pass_context
 def peek(
     ctx: click.Context, /, url: str | list[str], dataset: str | None, batch: int, epoch: int, indices: list[int] | None,
-    debug: bool, as_json: bool, trust_directory: bool, balance: LengthBalance | None, packing: Packing | None,
-    **loader: Any,
+    debug: bool, error: int | None, only_sample: bool, as_json: bool, trust_directory: bool,
+    balance: LengthBalance | None, packing: Packing | None, **loader: Any,
 ) -> None:  # fmt: skip
     """Show the content of batch K (0 by default) of an epoch: paths, types, shapes and values.
 
     To reproduce a failed batch, pass the batch and the epoch of the error message, and the arguments of the loader: for
     a loader with a seed, or without shuffling, the same samples are loaded with the same random numbers. Otherwise pass
-    --indices.
+    --indices. If the server still lists the error, --error N passes all of them.
 
     A worker of the server loads the batch, as for training. With --debug, the server's main process loads it, and a
     breakpoint() in the dataset stops in the server's terminal; the server must have been started with --debug, too.
     """
+    if error is not None:
+        source = statistics.Source(url, 1, trust_directory=trust_directory)
+        frame, remote = inspection.load_again(source, error, only_sample=only_sample, debug=debug)
+        if not peeks.show(frame, remote, as_json=as_json):
+            ctx.exit(EXIT_FAILED)
+        return
     remote = RemoteDataset(url, dataset, reconnect_timeout=0, trust_directory=trust_directory)
     own = debug or indices is not None or remote.iterable
     spec = LoaderSpec(

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial
 from operator import attrgetter, itemgetter
-from types import UnionType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from rich.console import Console, Group, RenderableType
@@ -101,7 +101,9 @@ def record_of(kind: type[_Record], value: Any, url: str) -> _Record:
 def _read(hint: Any, value: Any, url: str) -> Any:
     container = get_origin(hint)
     if container is UnionType:
-        return None if value is None else _read(get_args(hint)[0], value, url)
+        first, *others = (each for each in get_args(hint) if each is not NoneType)
+        matching = next((each for each in others if type(value) is each), first)
+        return None if value is None else _read(matching, value, url)
     if container in (list, dict) and not isinstance(value, container):
         raise ProtocolError(f"invalid statistics from {url}: expected a {container.__name__}, got {short(value)}")
     if container is list:
@@ -155,6 +157,11 @@ class Source:
         if all(reading.response is None for reading in readings):
             raise _failure(readings)
         return readings
+
+    @property
+    def servers(self) -> Sequence[BatchServer]:
+        """All servers; after `read`, also those that run under the same supervisors."""
+        return self._servers.known
 
     @property
     def problems(self) -> Sequence[str]:

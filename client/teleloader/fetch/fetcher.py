@@ -307,6 +307,8 @@ class Fetcher:
                 memory, BatchId(self._options.key, self._options.epoch, 0), wanted.batches,
                 self._options.max_batch_bytes, verified=connection.verified, has_shards=self._shards is not None,
             )  # fmt: skip
+            if connection.wants_timings:
+                self._reorder_buffer.measures.timings.request()
             nbytes = len(memory.data)
             if self._options.keeps_bytes:
                 frames = with_bytes(frames, memory)

@@ -8,16 +8,20 @@ reports the progress of these loops.
 from __future__ import annotations
 
 import math
+import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from teleloader.stats import Measures
+from teleloader.timings import ClockEstimate
 from teleloader.transport.interface import BatchServer
+from teleloader_shared import local
 from teleloader_shared.forks import after_fork_in_child
 from teleloader_shared.messages import ConsumerReport
 
@@ -25,6 +29,8 @@ PERIOD: Final = 1.0
 """Seconds without a request after which progress is reported, and between two reports."""
 TIMEOUT: Final = 2.0
 """Seconds to wait for a server's response."""
+TIMES_SECONDS: Final = 0.5
+"""Seconds to wait for a server that requested times, at the end of an iteration."""
 EXIT_SECONDS: Final = 1.0
 """Maximum seconds for which the exit of the process waits for the reports of finished epochs."""
 
@@ -79,6 +85,8 @@ class ProgressReporter:
         """Number of reports of each consumer at the last check."""
         self._finals: dict[str, _Final] = {}
         """Reports of finished epochs, by training loop: the next epoch of a loop makes the report unnecessary."""
+        self._clocks: dict[str, ClockEstimate] = {}
+        """Clocks of servers that requested times, by URL."""
         self._thread: threading.Thread | None = None
 
     def follow(self, owner: object, consumer: Consumer) -> None:
@@ -103,6 +111,9 @@ class ProgressReporter:
             if consumer.measures.finished:
                 report, due = consumer.measures.report(), time.monotonic() + PERIOD
                 self._finals[consumer.loop] = _Final(due, consumer.name, consumer.epoch, report, consumer.targets())
+        # at once, because the session may end with the iteration, and the loader with the session
+        if consumer.measures.timings.is_on and not local.is_server_thread():
+            self._send_times(consumer, consumer.targets(), TIMES_SECONDS)
 
     def flush(self) -> None:
         """Report the finished epochs now, because the process exits; stop after `EXIT_SECONDS`."""
@@ -127,8 +138,23 @@ class ProgressReporter:
         for consumer in followed:
             if before.get(consumer) == consumer.measures.reports and _has_progress(consumer):
                 _send(consumer.targets(), consumer.epoch, consumer.name, consumer.measures.report(), TIMEOUT)
+            if consumer.measures.timings.is_on:
+                self._send_times(consumer, consumer.targets(), TIMEOUT)
         for final in self._take(time.monotonic()):
             final.send(TIMEOUT)
+
+    def _send_times(self, consumer: Consumer, targets: Sequence[Target], timeout: float) -> None:
+        """Report the times of batches since the last report to servers, and estimate their clocks."""
+        taken, run = consumer.measures.timings.take(), consumer.measures.run
+        for server, key in targets:
+            clock = self._clocks.setdefault(server.url, ClockEstimate())
+            with suppress(Exception):  # as in `_send`
+                if clock.offset is None:
+                    _exchange(server, key, consumer, {}, clock, timeout)
+                if clock.offset is not None:
+                    about = {"host": platform.node(), "pid": os.getpid(), "run": run}
+                    times = {**about, **clock.offset._asdict(), **taken.for_server(server.url)}
+                    _exchange(server, key, consumer, times, clock, timeout)
 
     def _take(self, now: float) -> Iterable[_Final]:
         """Remove and return the reports that are due."""
@@ -143,6 +169,15 @@ def _has_progress(consumer: Consumer) -> bool:
     """Return True if the training loop made progress since its last report."""
     measures = consumer.measures
     return measures.reported != (measures.steps, measures.finished)
+
+
+def _exchange(
+    server: BatchServer, key: str, consumer: Consumer, times: dict[str, Any], clock: ClockEstimate, timeout: float
+) -> None:
+    """Send times to a server, and add the exchange to the estimate of its clock."""
+    sent = time.perf_counter()
+    response = server.report_timings(key, consumer.epoch, consumer.name, times, timeout)
+    clock.add(sent, float(response["received_at"]), float(response["sent_at"]), time.perf_counter())
 
 
 def _send(targets: Sequence[Target], epoch: int, consumer: str, report: ConsumerReport, timeout: float) -> None:

@@ -476,7 +476,11 @@ class ReorderBuffer:
             self.measures.decode += seconds
             if arrival is not None:
                 is_awaited = self.starved and first <= self.scheduler.received < first + batches
-                self.measures.arrived(url, arrival, arrival.last_byte + seconds, is_awaited=is_awaited)
+                decoded = arrival.last_byte + seconds
+                self.measures.arrived(url, arrival, decoded, is_awaited=is_awaited)
+                if self.measures.timings.is_on:
+                    times = (arrival.first_byte, arrival.last_byte, decoded)
+                    self.measures.timings.received(url, first, batches, times)
 
     def broke(self) -> None:
         """Count a connection that broke or was closed by the server."""

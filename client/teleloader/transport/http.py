@@ -33,6 +33,7 @@ from teleloader_shared.messages import (
     CONSUMER_HEADER,
     PRIORITY_HEADER,
     REPORT_HEADER,
+    TIMELINE_HEADER,
     ConsumerReport,
     Registration,
     batches_path,
@@ -197,6 +198,7 @@ class HttpConnection:
         self._path = parts.path + path
         self.trace: RequestTrace | None = None
         self.first_byte = 0
+        self.wants_timings = False
         self.verified = 0
         self._sent_token: str | None = None
         """Token that the last request carried."""
@@ -280,6 +282,7 @@ class HttpConnection:
                     "bytes. If batches are larger, increase max_batch_bytes of the DataLoader"
                 )
             self._arriving.allow(size)
+            self.wants_timings = response.getheader(TIMELINE_HEADER) is not None
             if self._channel is not None and response.getheader("Content-Type") == LOAN_MEDIA_TYPE:
                 memory: Memory = self._channel.receive(response.read(MAX_LOAN_BYTES), buffers, max_bytes)
                 self.verified = len(memory.data)

@@ -30,6 +30,8 @@ class Connection(Protocol):
     first_byte: int
     """Arrival time of the first byte of the last response, as ``time.time_ns()``."""
 
+    wants_timings: bool
+    """True if the last response requests the client's part of the server's timeline."""
     verified: int
     """Size of the frames at the start of the last response whose checksums need not be verified: they were verified
     while they arrived, or they are in shared memory and were not transmitted."""

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
+from teleloader_server.dispatch.error_log import ErrorLog
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
 from teleloader_server.dispatch.records import Consumer, Epoch, training_loop
+from teleloader_server.dispatch.timeline import Timeline
 from teleloader_server.loading.stages import STAGES, Fetch
 from teleloader_server.loading.tasks import SLOW_FROM, GroupReport, Task, indices_of
 from teleloader_server.workers.pool import Lease
@@ -522,6 +524,7 @@ class PoolCounters:
 
     def __init__(self, metrics: Counters) -> None:
         self._metrics = metrics
+        self.timeline: Final = metrics.timeline
         self.workers: defaultdict[int, WorkerCounters] = defaultdict(
             lambda: WorkerCounters(RateWindow(time.monotonic(), 0.0, 0.0, 0.0, 0.0))
         )
@@ -571,6 +574,8 @@ class PoolCounters:
         report: GroupReport,
         principal: str,
         run: str | None = None,
+        *,
+        is_preview: bool = False,
     ) -> None:
         """Count the batches of an epoch that a worker has computed.
 
@@ -580,7 +585,8 @@ class PoolCounters:
             frames: Frames of the batches.
             report: Report of the worker.
             principal: Name of the principal for which the batches were started.
-            run: Name of a training run that requested the last batch, for the log of its failure.
+            run: Name of the training run for which the last batch was computed, for the log of its failure.
+            is_preview: Whether the last batch is computed only for display.
         """
         first, count = tasks[0], len(tasks)
         counters = self.workers[worker]
@@ -619,13 +625,25 @@ class PoolCounters:
                     dataset.slow(fetch, task, sample)
         if report.failed:
             content = codec.read(codec.Bits(frames[-1])).content
-            if isinstance(content, Failure) and dataset.fail(content):
-                _log(tasks[-1], content, run)
+            if isinstance(content, Failure):
+                self._metrics.errors.failed(tasks[-1], content, run, is_preview=is_preview)
+                if dataset.fail(content):
+                    _log(tasks[-1], content, run)
 
-    def substituted(self, task: Task, substituted: Substituted) -> None:
-        """Count the skipped and replaced samples of a batch, and log the first one with each type of exception."""
+    def substituted(self, task: Task, substituted: Substituted, worker: int = -1, run: str | None = None) -> None:
+        """Count the skipped and replaced samples of a batch, and log the first one with each type of exception.
+
+        Args:
+            task: Task of the batch.
+            substituted: The samples.
+            worker: Worker ID.
+            run: Name of a training run that requested the batch; None if unknown.
+        """
         counters = self._metrics.datasets[task.spec.dataset]
-        for position, index, replacement, error in substituted.substitutions:
+        for found in substituted.substitutions:
+            position, index, replacement, error = found
+            if task.substituted is None:  # otherwise the batch is computed again
+                self._metrics.errors.substituted(task, worker, found, run)
             counters.substituted += 1
             kind, _, message = error.partition(": ")
             number = index if isinstance(index, int) else None
@@ -674,9 +692,10 @@ class PoolCounters:
         """Count a batch that is recomputed after the exit of its worker."""
         self._metrics.datasets[dataset].retried += 1
 
-    def batch_failed(self, dataset: str, failure: Failure) -> None:
-        """Count a batch that is not retried, because it hung or ended its workers; the failure was already logged."""
-        self._metrics.datasets[dataset].fail(failure)
+    def batch_failed(self, task: Task, failure: Failure) -> None:
+        """Count a batch that is not retried, because it hung or ended its workers; the exit was already logged."""
+        self._metrics.datasets[task.spec.dataset].fail(failure)
+        self._metrics.errors.failed(task, failure, None)
 
     def worker_lost(self) -> None:
         """Count a worker exit that was not a planned replacement."""
@@ -705,6 +724,11 @@ class PoolCounters:
         if known is not None:
             known.requested(time.monotonic(), report)
 
+    def run_of(self, consumer: Consumer) -> str | None:
+        """Return the name of a consumer's training run; None if it is unknown."""
+        known = self._consumers.get(_key(consumer))
+        return None if known is None else known.run
+
     def of(self, consumer: Consumer) -> ConsumerCounters:
         """Return the counters of a consumer that was passed to `consumer` before."""
         return self._consumers[_key(consumer)]
@@ -721,6 +745,8 @@ class Counters:
         self.datasets: defaultdict[str, DatasetCounters] = defaultdict(lambda: DatasetCounters(time.monotonic()))
         self.principals: defaultdict[str, PrincipalCounters] = defaultdict(PrincipalCounters)
         """Counters by name of the principal, also of revoked tokens."""
+        self.errors: Final = ErrorLog()
+        self.timeline: Final = Timeline()
         self.worker_restarts = 0
         """Number of worker exits other than planned replacements."""
         self._loops: WeakValueDictionary[tuple[str, str, str], LoopCounters] = WeakValueDictionary()

@@ -432,7 +432,7 @@ class Dispatcher:
         found = slow_samples(fetch, measured, suspects, typical)
         known = () if batch.slow is None else batch.slow.samples
         loader.slow.forget(set(known) - {index for index, _ in found})
-        new = loader.slow.learn(found)
+        new = loader.slow.learn(found, batch_id, typical)
         if found and batch.slow is None:
             batch.slow = SlowBatch(sum(seconds for _, seconds in found), tuple(index for index, _ in found))
         return Learned(new, typical)

@@ -27,7 +27,7 @@ from teleloader_server.workers.pool import Lease, Pool, WorkerState
 from teleloader_shared import tracing
 from teleloader_shared.codec import BatchId, Failure, Substituted, to_bytes
 from teleloader_shared.errors import LoaderTimeout, TeleloaderError, UnknownLoader, WorkerDied
-from teleloader_shared.messages import DatasetInfo
+from teleloader_shared.messages import PREVIEW, DatasetInfo
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class BatchStream:
     """Future of the batch for which the request waits; None before the first wait."""
     _error: Exception | None = None
     """Error of `end`; None if it was not called."""
+    _recorded: int = 0
+    """Number of batches that `sent_since_last` returned."""
 
     def __enter__(self) -> Self:
         return self
@@ -102,6 +104,11 @@ class BatchStream:
     def take_ready(self, nbytes: int) -> list[ReadyFrame]:
         """Return the frames of the next batches that are ready, up to the frame with which they have `nbytes` bytes."""
         return [] if self.exhausted else self._engine._take_ready(self, nbytes)
+
+    def sent_since_last(self) -> Sequence[int]:
+        """Return the numbers of the batches that were taken since the previous call."""
+        first, self._recorded = self._recorded, self._pending.sent
+        return self._pending.batches[first : self._recorded]
 
     @property
     def open_requests(self) -> int:
@@ -286,10 +293,10 @@ class Engine:
             return
         stream = self._stream_for(tasks[-1].batch_id) if report.failed else None
         with nullcontext() if stream is None else request_ids.on_behalf_of(stream.request_id):
-            principal = self._dispatcher.store.batch(tasks[0].batch_id).consumer.principal_share.quota.name
-            run = None if stream is None else stream.tally.run
-            self.tally.computed(worker, tasks, frames, report, principal, run)
+            self._count(worker, tasks, frames, report)
+        self.tally.timeline.add_computed(time.monotonic(), self.source.session, worker, tasks, report)
         now, last = time.time_ns(), len(tasks) - 1
+        batches = [self._dispatcher.store.batch(task.batch_id) for task in tasks] if report.substituted else []
         for place, (task, raw, *stages) in enumerate(zip(tasks, frames, *report.stages, strict=True)):
             made = Made(now, worker, stages) if self._traces else None
             if stages[FETCH] > SLOW_FROM and not (report.failed and place == last):
@@ -302,8 +309,20 @@ class Engine:
         for place, fields in report.substituted:
             found = Substituted.read(fields)
             self._dispatcher.substituted(tasks[place].batch_id, found)
-            self.tally.substituted(tasks[place], found)
+            self.tally.substituted(tasks[place], found, worker, self.tally.run_of(batches[place].consumer))
         self._decide_soon()
+
+    def _count(self, worker: int, tasks: Sequence[Task], frames: Sequence[Lease], report: GroupReport) -> None:
+        """Count computed batches, and log a failure of the last one."""
+        consumer = self._dispatcher.store.batch(tasks[-1].batch_id).consumer
+        principal = consumer.principal_share.quota.name
+        if not report.failed:
+            self.tally.computed(worker, tasks, frames, report, principal)
+            return
+        is_preview = consumer.name == PREVIEW
+        self.tally.computed(
+            worker, tasks, frames, report, principal, self.tally.run_of(consumer), is_preview=is_preview
+        )
 
     def _learn(self, task: Task, report: GroupReport, place: int) -> None:
         """Update the slow samples of a dataset from a batch that took long to fetch."""
@@ -354,7 +373,7 @@ class Engine:
             kind, message = _error_of(worker_exit)
             sample = worker_exit.sample if task.batch_id == worker_exit.batch_id else None
             failure = Failure(f"{kind.__module__}.{kind.__name__}", message, "", indices, worker, sample)
-            self.tally.batch_failed(task.spec.dataset, failure)
+            self.tally.batch_failed(task, failure)
             frame = to_bytes(task.batch_id, failure, checksum=task.spec.checksum)
             self._dispatcher.finished(None, task.batch_id, ReadyFrame(np.frombuffer(frame, np.uint8), failed=True))
         self._decide_soon()
@@ -415,7 +434,8 @@ class Engine:
         index_list = consumer.index_list if spec.order == "client" else lambda k: None
         owner = consumer.principal_share.quota.owners.get(spec.content, 0)
         ids = [batch.batch_id for batch in batches]
-        tasks = [Task(spec, length, each, index_list(each.batch), owner, kept.get(each.batch)) for each in ids]
+        now = time.monotonic()
+        tasks = [Task(spec, length, each, index_list(each.batch), owner, kept.get(each.batch), now) for each in ids]
         if batches[0].is_early:
             self.tally.started_early(spec.dataset)
         self.pool.submit(worker, tasks)

@@ -13,15 +13,17 @@ from typing import Final, NamedTuple
 
 from teleloader_server.dispatch.counters import Counters
 from teleloader_server.dispatch.engine import BatchStream, Engine
+from teleloader_server.dispatch.error_log import batch_preview, sample_preview
 from teleloader_server.dispatch.grants import Grants
 from teleloader_server.dispatch.lending import Lender
 from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
 from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.dispatch.sessions import Engines
-from teleloader_server.dispatch.stragglers import SlowSamples, SlowTables
+from teleloader_server.dispatch.stragglers import SlowFetches, SlowSamples, SlowTables
 from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits, Limits
 from teleloader_server.loading.environment import environment
 from teleloader_server.loading.index_lists import Rules
+from teleloader_server.loading.tasks import Task
 from teleloader_server.permissions import ADMIN, READ, Caller, Principal, allows
 from teleloader_server.workers.factory import PoolFactory
 from teleloader_shared.errors import (
@@ -33,6 +35,7 @@ from teleloader_shared.errors import (
     UnknownDataset,
     UnknownLoader,
 )
+from teleloader_shared.inspection import ClientTimes, SlowSample, SlowSampleList
 from teleloader_shared.messages import ConsumerReport, DatasetInfo, Registration
 from teleloader_shared.orders.plan import Plan, check_limit, check_windows, other_lengths
 from teleloader_shared.sources import describe
@@ -335,6 +338,34 @@ class LoaderService:
         """Return the description of a dataset with what all datasets of this server have in common."""
         return replace(info, ports=self.ports, environment=environment())
 
+    def slow_samples(self, limit: int) -> SlowSampleList:
+        """Return the slow samples of all datasets, slowest first, and at most `limit` of them."""
+        found = [
+            (seconds, index, content, table.fetches[index])
+            for content, table in self._slow_tables.all()
+            for index, seconds in table.seconds.items()
+        ]
+        found.sort(key=lambda each: each[0], reverse=True)
+        return SlowSampleList(len(found), [self._slow_sample(*each) for each in found[:limit]])
+
+    def _slow_sample(self, seconds: float, index: int, content: str, fetches: SlowFetches) -> SlowSample:
+        batch_id = fetches.batch_id
+        known = None if batch_id is None else self._loaders.get(batch_id.loader)
+        task = None
+        if known is not None and batch_id is not None:
+            task = Task(known.loader.spec, known.loader.length, batch_id)
+        return SlowSample(
+            dataset=content if task is None else task.spec.dataset,
+            index=index,
+            seconds=seconds,
+            typical=fetches.typical,
+            times=fetches.times,
+            epoch=None if batch_id is None else batch_id.epoch,
+            batch=None if batch_id is None else batch_id.batch,
+            batch_preview=None if task is None else batch_preview(task, None),
+            sample_preview=None if task is None else sample_preview(task, index),
+        )
+
     def _resolve(self, caller: Caller, key: str) -> _Known:
         known = self._loaders.get(key)
         principal = caller.authorize(READ) if known is None else _authorize(caller, known.loader.spec)
@@ -439,6 +470,23 @@ class LoaderService:
         principal = _authorize(caller, known.loader.spec)
         known.engine.tally.progressed(principal.name, consumer, (key, epoch), report)
 
+    def timed(self, caller: Caller, key: str, times: ClientTimes | None) -> None:
+        """Add a client's part to the timeline.
+
+        Args:
+            caller: Caller of the request.
+            key: Key of the loader.
+            times: The times; None if the client only measures the clock.
+
+        Raises:
+            AccessDenied: If the caller may not use the loader's dataset.
+            UnknownLoader: If no loader with this key is registered.
+        """
+        known = self._resolve(caller, key)
+        _authorize(caller, known.loader.spec)
+        if times is not None:
+            self.counters.timeline.add_client(times)
+
     @contextmanager
     def sending(self, nbytes: int, of: BatchStream) -> Iterator[None]:
         """Context manager for sending frames: checks authorization, then counts `nbytes` as unread until its exit.
@@ -453,12 +501,17 @@ class LoaderService:
         quota.sending += nbytes
         consumer.sending += nbytes
         loop = of.tally.loop
-        loop.sending.begin(time.monotonic())
+        began = time.monotonic()
+        loop.sending.begin(began)
         try:
             with nullcontext() if of.trace is None else of.trace.sending(nbytes):
                 yield
         finally:
-            loop.sending.end(time.monotonic())
+            ended = time.monotonic()
+            loop.sending.end(ended)
+            self.counters.timeline.add_sent(
+                consumer.epoch, of.sent_since_last(), (consumer.name, quota.name), began, ended, nbytes
+            )
             was_too_much = quota.unread > 1
             quota.sending -= nbytes
             consumer.sending -= nbytes

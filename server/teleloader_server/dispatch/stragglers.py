@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from teleloader_server.loading.tasks import SLOW_FROM
+from teleloader_shared.codec import BatchId
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
 
@@ -106,6 +107,17 @@ class SlowBatch(NamedTuple):
     """Indices of its slow samples."""
 
 
+class SlowFetches(NamedTuple):
+    """Slow fetches of a sample."""
+
+    times: int
+    """Number of slow fetches since the sample was added to the table."""
+    batch_id: BatchId | None
+    """Batch of the last one; None if unknown."""
+    typical: float | None
+    """Median time of the loader's batches at that time in seconds; None if unknown."""
+
+
 class SlowSamples:
     """Bounded table of a dataset's slow samples, with the last measured time of each.
 
@@ -116,28 +128,42 @@ class SlowSamples:
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}
         """Time to fetch each slow sample in seconds, by index."""
+        self.fetches: dict[int, SlowFetches] = {}
+        """Slow fetches of each of these samples, for display."""
         self._changes = 0
         self._sorted = np.empty(0, np.int64), np.empty(0)
         """Indices and times at the last call of `sort`, in ascending order of the indices."""
         self._longest = 0.0
 
-    def learn(self, samples: Iterable[tuple[int, float]]) -> list[int]:
-        """Set the times of samples in seconds; return the indices that were not in the table."""
+    def learn(
+        self, samples: Iterable[tuple[int, float]], batch_id: BatchId | None = None, typical: float | None = None
+    ) -> list[int]:
+        """Set the times of samples in seconds; return the indices that were not in the table.
+
+        Args:
+            samples: Index and time of each sample.
+            batch_id: Batch that contained them; None if unknown.
+            typical: Median time of the loader's batches in seconds; None if unknown.
+        """
         new = []
         for index, seconds in samples:
             if index not in self.seconds:
                 new.append(index)
             self.seconds[index] = seconds
+            before = self.fetches.get(index)
+            self.fetches[index] = SlowFetches(1 if before is None else before.times + 1, batch_id, typical)
             self._changes += 1
         if len(self.seconds) > MAX_SLOW_SAMPLES:
             slowest = sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)
             self.seconds = {index: self.seconds[index] for index in slowest[: MAX_SLOW_SAMPLES * 3 // 4]}
+            self.fetches = {index: self.fetches[index] for index in self.seconds}
         return new
 
     def forget(self, indices: Iterable[int]) -> None:
         """Remove samples that are not slow any more."""
         for index in indices:
             self._changes += self.seconds.pop(index, None) is not None
+            self.fetches.pop(index, None)
 
     def sort(self) -> None:
         """Make all changes visible to `find`, which otherwise ignores changes of less than a sixteenth of the table."""
@@ -178,6 +204,10 @@ class SlowTables:
 
     def __init__(self) -> None:
         self._tables: OrderedDict[tuple[str, str | None], SlowSamples] = OrderedDict()
+
+    def all(self) -> Iterator[tuple[str, SlowSamples]]:
+        """Iterate over the content that the tables belong to (`LoaderSpec.content`), and the tables."""
+        return ((content, table) for (content, _), table in self._tables.items())
 
     def of(self, spec: LoaderSpec) -> SlowSamples:
         """Return the table of a loader's dataset, creating it if necessary."""

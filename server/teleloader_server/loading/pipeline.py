@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
@@ -98,11 +99,12 @@ class Loading:
             batch.count_time()
             # the server does not know the number of batches, and may prefetch batches beyond the epoch: no fault
             failed = not (task.spec.is_prepared and isinstance(error, BatchOutOfRange))
-            return nbytes, Report(batch.count, failed, batch.seconds, cache=take_counts())
+            return nbytes, Report(batch.count, failed, batch.seconds, cache=take_counts(), ended=batch.ended)
         slowest, slow = self.context.slowest, self.context.slow
         report = Report(
-            batch.count, False, batch.seconds, batch.substituted, slowest, slow, _lengths(batch), take_counts()
-        )
+            batch.count, False, batch.seconds, batch.substituted, slowest, slow, _lengths(batch), take_counts(),
+            batch.ended,
+        )  # fmt: skip
         return len(batch.frame), report
 
     def hosted(self, spec: LoaderSpec) -> HostedDataset:
@@ -130,7 +132,8 @@ class Loading:
 
     def fail(self, task: Task, error: BaseException, place: Place) -> tuple[int, Report]:
         """Write a failure frame in place of a batch; return the frame's size in bytes and a report, as `load` does."""
-        return self._write_failure(task, error, [], place), Report(0, True, [0.0] * len(self._stages))
+        nbytes = self._write_failure(task, error, [], place)
+        return nbytes, Report(0, True, [0.0] * len(self._stages), ended=time.perf_counter())
 
     def run(self, task: Task, indices: Indices) -> Batch:
         """Load a batch in the calling thread without encoding it as a frame.

@@ -126,6 +126,11 @@ class Batch:
         self.seconds[self._running] += now - self._since
         self._since = now
 
+    @property
+    def ended(self) -> float:
+        """Time of the last call of `count_time`, by ``time.perf_counter()``."""
+        return self._since
+
     def omit_time(self) -> None:
         """Exclude the time since the last call of `count_time` from the times of the stages."""
         self._since = time.perf_counter()

@@ -46,6 +46,8 @@ class Task(NamedTuple):
     """Dataset and principal of the batch, as a number, if slots were lent to this principal (`Lender`); else 0."""
     substituted: Substituted | None = None
     """Samples that were skipped or replaced when the batch was computed before; None if there were none."""
+    assigned: float = 0.0
+    """Time at which the batch was assigned to the worker, by ``time.monotonic()``."""
 
 
 class CacheCounts(NamedTuple):
@@ -79,6 +81,8 @@ class Report(NamedTuple):
     """Sum of the lengths of the samples, and number of samples x longest sample; (0, 0) if unknown.
     With packed sequences, numbers of their tokens without and with padding."""
     cache: CacheCounts = CacheCounts()
+    ended: float = 0.0
+    """Time at which the last stage ended, by ``time.perf_counter()``; all processes of a machine share this clock."""
 
 
 class GroupReport(NamedTuple):
@@ -100,6 +104,8 @@ class GroupReport(NamedTuple):
     """Index of the slowest sample of each batch (`Report.slowest`)."""
     slow: Sequence[tuple[int, Sequence[tuple[int, float]]]] = ()
     """Slow samples of each batch that has any (`Report.slow`), with the place of the batch in the group."""
+    ended: Sequence[float] = ()
+    """Time at which each batch was completed (`Report.ended`)."""
     lengths: tuple[int, int] = (0, 0)
     """Sums of `Report.lengths` over all batches."""
     cache: CacheCounts = CacheCounts()
@@ -107,12 +113,13 @@ class GroupReport(NamedTuple):
     @classmethod
     def of(cls, reports: Sequence[Report], cpu_wait: float, cpu: float) -> GroupReport:
         """Combine the reports on successive batches."""
-        samples, failed, stages, substituted, slowest, slow, lengths, cache = zip(*reports, strict=True)
+        samples, failed, stages, substituted, slowest, slow, lengths, cache, ended = zip(*reports, strict=True)
         found = [(place, each) for place, each in enumerate(substituted) if each is not None]
         late = [(place, each) for place, each in enumerate(slow) if each]
         times = list(zip(*stages, strict=True))
         padding = sum(tokens for tokens, _ in lengths), sum(padded for _, padded in lengths)
-        return cls(samples, failed[-1], times, cpu_wait, cpu, found, slowest, late, padding, CacheCounts.sum(cache))
+        counts = CacheCounts.sum(cache)
+        return cls(samples, failed[-1], times, cpu_wait, cpu, found, slowest, late, ended, padding, counts)
 
     def without(self, places: Container[int]) -> GroupReport:
         """Return the report without the batches at the given places."""
@@ -123,9 +130,10 @@ class GroupReport(NamedTuple):
         samples = [self.samples[place] for place in kept]
         slowest = [self.slowest[place] for place in kept]
         slow = [(kept.index(place), each) for place, each in self.slow if place in kept]
+        ended = [self.ended[place] for place in kept]
         return self._replace(
             samples=samples, failed=self.failed and is_last, stages=stages, substituted=substituted, slowest=slowest,
-            slow=slow,
+            slow=slow, ended=ended,
         )  # fmt: skip
 
 

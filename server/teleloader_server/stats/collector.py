@@ -37,11 +37,13 @@ from teleloader_server.stats.evidence import (
 )
 from teleloader_server.stats.links import measure
 from teleloader_server.stats.machine import MachineUse, MainThread
+from teleloader_server.stats.worker_history import WorkerHistory
 from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState
 from teleloader_server.workers.procfs import NO_MEMORY, CpuUse, Memory
 from teleloader_shared.codec import BatchId
 from teleloader_shared.histogram import Histogram
+from teleloader_shared.inspection import WorkerDetail, WorkerStack, WorkerTask
 from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.messages import PREVIEW, DatasetInfo, ReceivingTotals
 from teleloader_shared.spec import MAX_EPOCH
@@ -50,6 +52,8 @@ from teleloader_shared.version import VERSION
 
 DEFAULT_CONSUMERS: Final = 100
 """Default number of consumers in a response of ``/stats``."""
+RECENT_BATCHES: Final = 20
+"""Number of batches in the details of a worker."""
 MARK_EVERY: Final = 1.0
 """Seconds between two samples of the totals; the delay of samples measures the event loop lag."""
 MARKS_PER_CPU: Final = 5
@@ -108,6 +112,7 @@ class StatsCollector:
         """Delays of the event loop's timer."""
         self._cpu = CpuUse()
         self._machine = MachineUse()
+        self._workers = WorkerHistory()
         self._main = MainThread(now)
         self._measuring: asyncio.Task[dict[int | None, Memory]] | None = None
         self._measured_for: set[int | None] = set()
@@ -132,7 +137,18 @@ class StatsCollector:
             self._main.mark(now)
             if number % MARKS_PER_CPU == 0:
                 self._cpu.sample(self._pids(self._service.engines.started()))
+                self._sample_workers(now)
                 self._machine.sample()
+
+    def _sample_workers(self, now: float) -> None:
+        found = [
+            ((engine.source.session, state.worker), state.pid)
+            for engine in self._service.engines.started()
+            for state in engine.pool.workers()
+            if state.pid is not None
+        ]
+        used = [(key, pid, procfs.resident_bytes(pid), self._cpu.last(pid)) for key, pid in found]
+        self._workers.sample(now, used)
 
     async def _mark(self, now: float) -> None:
         self._lag_window.mark(now, self._num_samples, self._total_lag)
@@ -170,6 +186,47 @@ class StatsCollector:
         return {"server": own, "workers": others}
 
     # -- requests
+
+    def worker(self, pool: str | None, worker: int) -> WorkerDetail | None:
+        """Return the details of a worker; None if there is no such worker.
+
+        Args:
+            pool: Key of the loader that the worker is private to; None for the shared pool.
+            worker: Worker ID.
+        """
+        engine = self._engine(pool)
+        found = () if engine is None else engine.workers()
+        state, busy = next(((state, busy) for state, busy in found if state.worker == worker), (None, False))
+        if engine is None or state is None:
+            return None
+        now, task = time.monotonic(), state.task
+        return WorkerDetail(
+            worker=worker,
+            pid=state.pid,
+            loader=pool,
+            state="starting" if not state.ready else "busy" if busy else "idle",
+            task=None
+            if task is None
+            else WorkerTask(task.spec.dataset, *task.batch_id, state.working_for, engine.pool.current_sample(worker)),
+            batches=engine.tally.workers[worker].batches,
+            restarts=state.restarts.count,
+            recycled=state.restarts.recycled,
+            last_exit=state.restarts.last_exit,
+            history=self._workers.of((pool, worker), now),
+            recent=self._counters.timeline.of_worker(pool, worker, RECENT_BATCHES),
+        )
+
+    async def stack(self, pool: str | None, worker: int) -> WorkerStack | None:
+        """Return the current stacks of a worker; None if there is no such worker. Arguments as of `worker`."""
+        engine = self._engine(pool)
+        found = [] if engine is None else engine.pool.workers()
+        state = next((state for state in found if state.worker == worker), None)
+        if engine is None or state is None:
+            return None
+        return WorkerStack(worker, state.pid, await engine.pool.stacks(worker))
+
+    def _engine(self, pool: str | None) -> Engine | None:
+        return next((each for each in self._service.engines.started() if each.source.session == pool), None)
 
     async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
         """Return the content of ``/stats``, with up to `limit` consumers starting at `offset`."""

@@ -32,6 +32,7 @@ from teleloader_server.web.direct_routes import Application
 from teleloader_server.web.guard import Connection, observed
 from teleloader_server.web.guard_manager import ConnectionManager, limits_for
 from teleloader_server.web.handoff import Channels
+from teleloader_server.web.inspection import make_inspection_router
 from teleloader_server.web.lifecycle import Lifecycle, make_lifecycle_router
 from teleloader_server.web.problem_responses import DOCUMENTED, handle_problems
 from teleloader_server.web.servers import make_servers_router
@@ -109,7 +110,7 @@ def create_app(
     app.state.channels = None
     for make in (
         make_access_router, make_router, make_stream_router, make_status_router, make_servers_router,
-        make_lifecycle_router,
+        make_lifecycle_router, make_inspection_router,
     ):  # fmt: skip
         app.include_router(make())
     add_dashboard(app)

@@ -21,6 +21,7 @@ from teleloader_server.dispatch.engine import BatchStream
 from teleloader_server.dispatch.quotas import BodyBudget
 from teleloader_server.dispatch.records import RangeRequest
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.dispatch.timeline import clock
 from teleloader_server.dispatch.tracing import RequestTrace
 from teleloader_server.limits import ClientLimits
 from teleloader_server.permissions import READ, needs
@@ -33,6 +34,8 @@ from teleloader_server.web.handoff import Channel, channel_of
 from teleloader_server.web.index_bodies import split
 from teleloader_server.web.moderation import linger_for
 from teleloader_server.web.problem_responses import DOCUMENTED
+from teleloader_server.web.small_bodies import read_object
+from teleloader_server.web.timings import MAX_TIMINGS_BYTES, client_times
 from teleloader_server.workers.lendable import is_lendable
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.buffers import BufferPool
@@ -49,6 +52,7 @@ from teleloader_shared.messages import (
     PROTOCOL_VERSION,
     READY_BYTES,
     REPORT_HEADER,
+    TIMELINE_HEADER,
     ConsumerReport,
     DatasetInfo,
     Registration,
@@ -75,6 +79,7 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 SMALL_BYTES: Final = 64 * 1024
 """Size of a response in bytes above which `send` may wait for the client to read: asyncio's high-water mark."""
 
+_TIMELINE: Final = [(TIMELINE_HEADER.lower().encode(), b"1")]
 _CONTENT_TYPE: Final = (b"content-type", FRAME_MEDIA_TYPE.encode())
 MUTABLE: Final = [(b"cache-control", b"no-store")]
 """Headers of failed batches and of partial ranges: a repeated request may get a different response."""
@@ -121,6 +126,11 @@ class FrameResponse:
         self._frames = frames
         self._size = sum(map(len, frames))
         self._headers = [(b"content-length", b"%d" % self._size), _CONTENT_TYPE, *headers]
+        self._timeline: Sequence[tuple[bytes, bytes]] = ()
+        consumer = stream.consumer
+        if service.counters.timeline.wants_client(consumer.principal_share.quota.name, consumer.name):
+            self._timeline = _TIMELINE
+            self._headers += _TIMELINE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and all frames."""
@@ -152,7 +162,8 @@ class LoanResponse(FrameResponse):
             await super().__call__(scope, receive, send)
             return
         body = GIVE_BACK.pack(number)
-        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", LOAN_MEDIA_TYPE.encode()), *MUTABLE]
+        content = [(b"content-length", b"%d" % len(body)), (b"content-type", LOAN_MEDIA_TYPE.encode())]
+        headers = [*content, *MUTABLE, *self._timeline]
         with self._service.sending(len(body), self._stream):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -330,6 +341,26 @@ def make_router() -> APIRouter:
     ) -> None:
         found = ConsumerReport.from_header(report)
         service_of(request).progressed(caller_of(request), key, epoch, consumer, found)
+
+    @router.put(
+        LOADERS_PATH + "/{key}/epochs/{epoch}/timings",
+        summary="Report the client's part of the timeline of batches",
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {}}}},
+    )
+    @needs(READ)
+    async def timings(
+        request: Request,
+        key: str,
+        epoch: Annotated[int, Path(ge=0, lt=MAX_EPOCH)],
+        consumer: Annotated[str, Header(alias=CONSUMER_HEADER, max_length=MAX_CONSUMER)],
+    ) -> dict[str, float]:
+        received_at = clock()
+        service, caller = service_of(request), caller_of(request)
+        service.loader(caller, key, epoch)
+        times = await read_object(request, MAX_TIMINGS_BYTES)
+        token = caller.authorize(READ).name
+        service.timed(caller, key, client_times(times, consumer, token, key, epoch))
+        return {"received_at": received_at, "sent_at": clock()}
 
     return router
 

@@ -20,11 +20,14 @@ from teleloader_server.workers.messages import (
     CURRENT_SAMPLE,
     CURRENT_TASK,
     REVOKED,
+    STACK_READY,
     STACK_SIGNAL,
+    STATUS_BYTES,
     FreeSlots,
     Message,
     encode,
 )
+from teleloader_server.workers.procfs import catches
 from teleloader_server.workers.worker import Worker
 from teleloader_shared.codec import MAX_TEXT
 
@@ -58,6 +61,7 @@ class WorkerHandle:
         self._free_due = False
         self._flush_due = False
         self._status_file: int | None = None
+        self._reading_stacks = asyncio.Lock()
 
     def __str__(self) -> str:
         return f"worker {self.number} (pid {self.pid})"
@@ -137,9 +141,8 @@ class WorkerHandle:
         """Return the index of the sample that the worker is fetching, or None if it is unknown."""
         if self._status_file is None:
             return None
-        (found,) = CURRENT_SAMPLE.unpack(
-            os.pread(self._status_file, CURRENT_SAMPLE.size, CURRENT_TASK.size + REVOKED.size)
-        )
+        place = CURRENT_TASK.size + REVOKED.size + STACK_READY.size
+        (found,) = CURRENT_SAMPLE.unpack(os.pread(self._status_file, CURRENT_SAMPLE.size, place))
         return None if found == NO_SAMPLE else int(found)
 
     def queued(self) -> list[Task]:
@@ -164,17 +167,29 @@ class WorkerHandle:
         except OSError as error:
             return f"(cannot read the stacks: {error.strerror})"
         try:
-            begin = size = os.fstat(file).st_size
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, STACK_SIGNAL)
-            for _ in range(int(STACK_WAIT / _STACK_POLL)):
-                await asyncio.sleep(_STACK_POLL)
-                before, size = size, os.fstat(file).st_size
-                if begin < before == size:
-                    break
-            text = os.pread(file, MAX_TEXT // 2, begin).decode("utf-8", "backslashreplace")
+            async with self._reading_stacks:
+                return await self._read_stacks(file, self.pid)
         finally:
             os.close(file)
+
+    async def _read_stacks(self, file: int, pid: int) -> str:
+        (is_ready,) = STACK_READY.unpack(os.pread(file, STACK_READY.size, CURRENT_TASK.size + REVOKED.size))
+        if not is_ready:
+            return f"(the dataset handles signal {int(STACK_SIGNAL)}, which writes the stacks of other workers)"
+        if not catches(pid, STACK_SIGNAL):  # the default action of the signal would end a process
+            return "(the worker has exited)"
+        # the worker writes at the offset that both processes share: earlier stacks are removed
+        os.ftruncate(file, STATUS_BYTES)
+        os.lseek(file, STATUS_BYTES, os.SEEK_SET)
+        size = STATUS_BYTES
+        with suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+        for _ in range(int(STACK_WAIT / _STACK_POLL)):
+            await asyncio.sleep(_STACK_POLL)
+            before, size = size, os.fstat(file).st_size
+            if STATUS_BYTES < before == size:
+                break
+        text = os.pread(file, MAX_TEXT // 2, STATUS_BYTES).decode("utf-8", "backslashreplace")
         return _without_own_frames(text) or "(no stack: the worker is blocked in the kernel)"
 
     # -- end

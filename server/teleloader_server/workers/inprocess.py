@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
@@ -93,6 +95,18 @@ class InProcessPool:
                 working_for=0.0 if task is None else time.monotonic() - since,
             )
         ]  # fmt: skip
+
+    def current_sample(self, worker: int) -> int | None:
+        """Return None, because the thread does not publish the sample."""
+        return None
+
+    async def stacks(self, worker: int) -> str:
+        """Return the stack of the pool's thread, most recent call first."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return "(the thread has ended)"
+        calls = reversed(traceback.extract_stack(frame))
+        return "\n".join(f'  File "{call.filename}", line {call.lineno} in {call.name}' for call in calls)
 
     def pids(self) -> list[int]:
         """Return an empty list, because the pool has no processes."""

@@ -231,7 +231,11 @@ def decode(encoded: Sequence[Any]) -> Message:
 # -- status file of a worker, in shared memory
 
 STACK_SIGNAL: Final = signal.SIGRTMIN + 13
-"""Signal that makes a worker append the stacks of its threads to its status file, even while the worker hangs."""
+"""Signal that makes a worker append the stacks of its threads to its status file, even while the worker hangs.
+
+A real-time signal, because the standard ones have other uses: dataset code may use SIGUSR1 and SIGUSR2. If dataset code
+has set a handler of its own for this signal, the worker does not replace the handler, and the server sends no signal.
+"""
 
 CURRENT_TASK: Final = struct.Struct("<q")
 """First field, written by the worker: ID of the task that it started last, or -1.
@@ -244,5 +248,9 @@ REVOKED: Final = struct.Struct("<q")
 
 If both sides write at the same time, a batch may be computed twice; the server ignores the result of a revoked task.
 """
+STACK_READY: Final = struct.Struct("<q")
+"""Third field, written by the worker: 1 while `STACK_SIGNAL` writes its stacks, 0 if dataset code handles it."""
 CURRENT_SAMPLE: Final = struct.Struct("<q")
-"""Third field, written by the worker: index of the sample that it fetches, or `NO_SAMPLE` (`Context.sample`)."""
+"""Fourth field, written by the worker: index of the sample that it fetches, or `NO_SAMPLE` (`Context.sample`)."""
+STATUS_BYTES: Final = CURRENT_TASK.size + REVOKED.size + STACK_READY.size + CURRENT_SAMPLE.size
+"""Size of the fields; stacks follow."""

@@ -123,6 +123,12 @@ class Pool(Protocol):
     def workers(self) -> list[WorkerState]:
         """Return the state of each worker."""
 
+    def current_sample(self, worker: int) -> int | None:
+        """Return the index of the sample that a worker is fetching; None if it is unknown."""
+
+    async def stacks(self, worker: int) -> str:
+        """Return the stacks of a worker's threads, or the reason in parentheses if they are unavailable."""
+
     def forget(self, loader: str) -> None:
         """Release the state of a loader in all workers; the loader's tasks can still be submitted."""
 

@@ -202,6 +202,14 @@ class ProcessPool:
             for number, place in self._places.items()
         ]
 
+    def current_sample(self, worker: int) -> int | None:
+        """Return the index of the sample that a worker is fetching; None if it is unknown."""
+        return self._places[worker].process.current_sample()
+
+    async def stacks(self, worker: int) -> str:
+        """Return the stacks of a worker's threads, or the reason in parentheses if they are unavailable."""
+        return await self._places[worker].process.stacks()
+
     def pids(self) -> list[int]:
         """Return the process IDs of the fork server and all workers."""
         pids = [self._supervisor.current.pid, *(place.process.pid for place in self._places.values())]

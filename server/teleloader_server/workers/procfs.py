@@ -66,6 +66,21 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def catches(pid: int, number: int) -> bool:
+    """Return True if a process has a handler for a signal; False if it ignores the signal, or the signal would end it.
+
+    Args:
+        pid: Process ID.
+        number: Number of the signal.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def cpu_seconds(pid: int | None) -> float:
     """Return the CPU time of a process (None for this process) in seconds, or 0 if the process has exited."""
     if pid is None:
@@ -151,6 +166,10 @@ class CpuUse:
                 self._others += spent
         self._last = now
         return self._own, self._others
+
+    def last(self, pid: int | None) -> float:
+        """Return the CPU seconds of a process at the last sample; 0 if it was not part of the sample."""
+        return self._last.get(pid, 0.0)
 
     def rate(self, pids: Iterable[int | None]) -> float:
         """Return the mean number of CPUs used by processes since the second-to-last sample."""

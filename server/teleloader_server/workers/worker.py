@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal.getsignal` takes a microsecond, for each task
 import ctypes
 import faulthandler
 import gc
@@ -30,7 +31,15 @@ from teleloader_server.loading.worker_info import set_worker_info
 from teleloader_server.workers import messages
 from teleloader_server.workers.arena import Arena
 from teleloader_server.workers.channel import Channel
-from teleloader_server.workers.messages import CURRENT_SAMPLE, CURRENT_TASK, REVOKED, STACK_SIGNAL, decode, encode
+from teleloader_server.workers.messages import (
+    CURRENT_SAMPLE,
+    CURRENT_TASK,
+    REVOKED,
+    STACK_READY,
+    STACK_SIGNAL,
+    decode,
+    encode,
+)
 from teleloader_server.workers.procfs import CpuWait, anonymous_bytes
 from teleloader_server.workers.results import Results
 from teleloader_shared.codec import BatchId, Substituted, frame_size
@@ -173,6 +182,8 @@ class Worker:
             CURRENT_TASK.pack_into(self._status, 0, task_id)
             self._results.begin(task_id, following, task.owner)
             self._work(task)
+            if self._is_signal_taken():
+                self._set_stack_ready(0)
             if time.monotonic() - self._reported > REPORT_EVERY:
                 self._report(at_once=False)
             if self._results.are_pending and not self._unreported.is_set():  # set() takes a lock, is_set() does not
@@ -181,12 +192,22 @@ class Worker:
     def _share_status(self) -> None:
         """Share the status file: the server reads the current task and stacks there if the worker is unresponsive."""
         file = os.memfd_create("teleloader-status", os.MFD_CLOEXEC)
-        fields = CURRENT_TASK.pack(-1) + REVOKED.pack(-1) + CURRENT_SAMPLE.pack(NO_SAMPLE)
+        fields = CURRENT_TASK.pack(-1) + REVOKED.pack(-1) + STACK_READY.pack(0) + CURRENT_SAMPLE.pack(NO_SAMPLE)
         os.write(file, fields)
         self._status = mmap.mmap(file, len(fields))
         self._loading.context.sample = memoryview(self._status)[-CURRENT_SAMPLE.size :].cast("q")
-        faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+        if not self._is_signal_taken():
+            faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+            self._set_stack_ready(1)
         self._send(messages.Started(self._pid), [file])
+
+    @staticmethod
+    def _is_signal_taken() -> bool:
+        """Return True if dataset code has set a handler for `STACK_SIGNAL`, of which `faulthandler` sets none."""
+        return bool(_signal.getsignal(STACK_SIGNAL) != signal.SIG_DFL)
+
+    def _set_stack_ready(self, ready: int) -> None:
+        STACK_READY.pack_into(self._status, CURRENT_TASK.size + REVOKED.size, ready)
 
     def _initialise(self) -> None:
         self._adopt_torch()

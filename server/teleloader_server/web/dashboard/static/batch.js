@@ -3,6 +3,7 @@
 import { elements, extremes, imagesIn, pixels } from "./arrays.js";
 import { byId, make, say } from "./dom.js";
 import { readFrame } from "./frame.js";
+import { indexFrame } from "./indices.js";
 import { bytes, count, indices, number, plural } from "./format.js";
 
 const MAX_BYTES = 64 * 2 ** 20; // larger batches would block the browser
@@ -21,6 +22,7 @@ export class BatchView {
   constructor() {
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
+      history.replaceState(null, "", location.pathname + location.search);
       this.#look();
     });
   }
@@ -45,13 +47,26 @@ export class BatchView {
     }
   }
 
-  async #look() {
+  // Show the batch of a preview, which an error or a slow sample comes with.
+  open(preview, title) {
+    byId("batch").scrollIntoView();
+    return this.#look(() => load(preview), title);
+  }
+
+  // Show why there is no batch to be shown.
+  refuse(reason) {
+    byId("batch").scrollIntoView();
+    this.#content.replaceChildren();
+    say(this.#status, reason);
+  }
+
+  async #look(fetchFrame = () => this.#fetch(), title = "") {
     const button = this.#form.querySelector("button");
     button.disabled = true;
-    say(this.#status, "Loading …");
+    say(this.#status, `${title}Loading …`);
     this.#content.replaceChildren();
     try {
-      this.#show(await this.#fetch());
+      this.#show(await fetchFrame(), title);
     } catch (error) {
       say(this.#status, `Request failed: ${error.message}`);
     } finally {
@@ -77,18 +92,34 @@ export class BatchView {
     }
   }
 
-  #show(content) {
+  #show(content, title) {
     const { address, failure, end, tree } = readFrame(content);
     if (failure !== null) {
-      say(this.#status, `Batch ${address.batch} failed: ${failure.type}: ${failure.message}`);
+      say(this.#status, `${title}Batch ${address.batch} failed: ${failure.type}: ${failure.message}`);
       const where = `Its indices: ${indices(failure.indices.slice(0, 20))}.`;
       this.#content.append(make("p", {}, where), make("pre", { tabindex: 0 }, failure.traceback));
     } else if (end !== null) {
-      say(this.#status, `No batch ${address.batch}: the dataset yielded ${plural(end.samples, "sample")}.`);
+      say(this.#status, `${title}No batch ${address.batch}: the dataset yielded ${plural(end.samples, "sample")}.`);
     } else {
-      say(this.#status, `Batch ${address.batch}, ${bytes(content.length)}:`);
+      say(this.#status, `${title}Batch ${address.batch}, ${bytes(content.length)}:`);
       this.#content.append(make("ul", { class: "tree" }, item(null, tree)));
     }
+  }
+}
+
+// Register the loader of a preview, and request its batch. A private loader ends after the request.
+async function load({ spec, epoch, batch, indices: listed, is_private }) {
+  const own = is_private ? { session: `dashboard ${randomNumber()}` } : {};
+  const registered = await ask("v1/loaders", { method: "POST", body: JSON.stringify({ ...spec, ...own, checksum: false, compression: null }) });
+  const { key } = await registered.json();
+  const headers = { "Teleloader-Consumer": "look" }; // excluded from /stats
+  const path = `v1/loaders/${key}/epochs/${epoch}/batches`;
+  try {
+    if (listed === null) return await body(await ask(`${path}/${batch}`, { headers }));
+    const content = indexFrame({ loader: key, epoch, batch }, spec.batch_size === null ? listed[0] : listed);
+    return await body(await ask(path, { method: "POST", headers, body: content }));
+  } finally {
+    if (is_private) await fetch(`v1/loaders/${key}`, { method: "DELETE" });
   }
 }
 

@@ -7,11 +7,15 @@ import { Crowd } from "./crowd.js";
 import { DatasetList } from "./datasets.js";
 import { ErrorList } from "./errors.js";
 import { Header } from "./header.js";
+import { Links } from "./links.js";
 import { ServerFigures } from "./server.js";
 import { ServerList } from "./servers.js";
 import { SignIn } from "./signin.js";
+import { SlowList } from "./slow.js";
 import { follow } from "./stream.js";
 import { Throughput } from "./throughput.js";
+import { Timeline } from "./timeline.js";
+import { WorkerPage } from "./worker.js";
 import { WorkerTable } from "./workers.js";
 
 const crowd = new Crowd();
@@ -21,7 +25,9 @@ const workers = new WorkerTable();
 const batch = new BatchView();
 const signIn = new SignIn();
 const shown = [header, new Answer(), new ServerList(), throughput, new ServerFigures(), new ConsumerTable(), workers,
-  new DatasetList(), new ErrorList(), batch];
+  new DatasetList(), new ErrorList(), new SlowList(), batch, new Links(batch, new WorkerPage())];
+
+new Timeline();
 
 let latest = null;
 

@@ -81,7 +81,8 @@ export class WorkerTable {
 
   #row() {
     const spans = Array.from({ length: 8 }, () => make("span"));
-    const [number, process, doing, since, share, batches, memory, replaced] = spans;
+    const [, process, doing, since, share, batches, memory, replaced] = spans;
+    const number = make("a");
     process.className = "quiet";
     const busy = bar("Busy in the last ten seconds");
     const lane = new Lane();
@@ -95,6 +96,7 @@ export class WorkerTable {
       element,
       update: (worker) => {
         say(number, `${worker.worker}`);
+        number.href = `#worker-${worker.worker}${worker.loader === null ? "" : `-${worker.loader}`}`;
         const own = worker.loader === null ? "" : `, private to loader ${worker.loader.slice(0, 8)}`;
         say(process, worker.pid === null ? `no process${own}` : `process ${worker.pid}${own}`);
         say(doing, worker.current_task ?? { starting: "starting", idle: "idle", busy: UNKNOWN }[worker.state]);
