@@ -277,6 +277,7 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("POST", "/v1/drain"): (GuardedRoute, "admin"),
     ("PUT", "/v1/workers"): (GuardedRoute, "admin"),
     ("GET", "/stats"): (GuardedRoute, "stats"),
+    ("GET", "/stats/history"): (GuardedRoute, "stats"),
     ("GET", "/stats/stream"): (GuardedRoute, "stats"),
     ("GET", "/metrics"): (GuardedRoute, "stats"),
     ("GET", "/openapi.json"): (GuardedRoute, "any"),
