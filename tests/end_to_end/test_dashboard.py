@@ -117,7 +117,8 @@ def test_the_page_comes_whole_from_its_server(server: MadeUpServer, open_page: O
     assert "cpu-box" in page.title()
     assert page.locator("#facts").inner_text() == "cpu-box · process 4242 · version 1.2.3 · up 2 h 3 min"
     assert page.locator("#state").inner_text() == "Ready"
-    assert page.locator("#plots canvas").count() == 2
+    until(page.locator("#history"), "125")
+    assert page.locator("#plots canvas").count() == 4
 
 
 def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Open) -> None:
@@ -151,7 +152,8 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     assert cells(page, "encode") == ["400 µs", "900 µs", "1 ms", "2 ms"]
     until(page.locator("#dataset-list"), "map-style, 50,000 samples. 4,000 samples/s.")
     until(page.locator("#dataset-list"), "4,000 batches computed, 4,100 sent, 3 failed, 1 restarted, 0 started early")
-    assert page.locator("figcaption output").all_inner_texts() == ["125", "64.5"]
+    until(page.locator("#plots"), "125")
+    assert page.locator("#plots figcaption output").all_inner_texts() == ["125", "64.5", "50 %", "50 %"]
 
 
 def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Open) -> None:

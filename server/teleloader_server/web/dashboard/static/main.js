@@ -7,20 +7,19 @@ import { Crowd } from "./crowd.js";
 import { DatasetList } from "./datasets.js";
 import { ErrorList } from "./errors.js";
 import { Header } from "./header.js";
+import { HistoryView } from "./history.js";
 import { ServerFigures } from "./server.js";
 import { ServerList } from "./servers.js";
 import { SignIn } from "./signin.js";
 import { follow } from "./stream.js";
-import { Throughput } from "./throughput.js";
 import { WorkerTable } from "./workers.js";
 
 const crowd = new Crowd();
 const header = new Header();
-const throughput = new Throughput();
 const workers = new WorkerTable();
 const batch = new BatchView();
 const signIn = new SignIn();
-const shown = [header, new Answer(), new ServerList(), throughput, new ServerFigures(), new ConsumerTable(), workers,
+const shown = [header, new Answer(), new ServerList(), new HistoryView(), new ServerFigures(), new ConsumerTable(), workers,
   new DatasetList(), new ErrorList(), batch];
 
 let latest = null;
@@ -33,14 +32,10 @@ follow(
   () => signIn.admitted(),
   (stats) => {
     latest = { stats, consumers: crowd.take(stats) };
-    throughput.note(stats.server);
     workers.note(stats.workers);
     if (!document.hidden) show();
   },
-  () => {
-    throughput.interrupt();
-    header.lose();
-  },
+  () => header.lose(),
 );
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) show();
