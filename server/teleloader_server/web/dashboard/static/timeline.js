@@ -119,7 +119,7 @@ export class Timeline {
     this.#current = empty();
   }
 
-  #take({ since, step, series, marks, diagnoses }) {
+  #take({ now, since, step, series, marks, diagnoses }) {
     const current = this.#current;
     const before = current.times.length;
     const points = Object.values(series)[0].mean.length;
@@ -141,7 +141,7 @@ export class Timeline {
         current.labels.push({ at: this.#origin + second, bottleneck });
       }
     }
-    this.#next = since + points * step;
+    this.#next = Math.min(since + points * step, now); // the last point may have fewer seconds
   }
 
   #drop(part, oldest) {
