@@ -28,12 +28,14 @@ SERVER_SERIES: Final = (
     "errors_per_second",
     "consumers",
 )
-"""Series of the server: sent batches and bytes; mean data wait of its active consumers; busy fraction of the workers;
+"""Series of the server.
+
+In this order: sent batches and bytes; mean data wait of its active consumers; busy fraction of the workers;
 CPU use of the main process's event loop; used fraction of the machine's CPUs; lag of the event loop in seconds; used
 fraction of the memory budget; batches, computed or in progress, that a consumer has not received; failed batches; and
 active consumers."""
 DATASET_SERIES: Final = ("batches_per_second", "bytes_per_second", "samples_per_second", "errors_per_second")
-"""Series of a dataset: sent batches and bytes, computed samples, and failed batches."""
+"""Series of a dataset, which are sent batches and bytes, computed samples, and failed batches."""
 CONSUMER_SERIES: Final = (
     "batches_per_second",
     "bytes_per_second",
@@ -42,13 +44,18 @@ CONSUMER_SERIES: Final = (
     "in_transit",
     "round_trip_time",
 )
-"""Series of a training loop: consumed batches (sent ones if the client does not report them); sent bytes; fraction of
+"""Series of a training loop.
+
+In this order: consumed batches (sent ones if the client does not report them); sent bytes; fraction of
 the time for which it waited for data, for which a requested batch was not ready, and for which a response was in
 transit; and the round-trip time of its connections in seconds."""
 
 MarkKind = Literal["start", "restart", "workers", "error", "draining"]
-"""Kind of an event: start of the server, exit of a worker, another number of workers, first failed batch after
-`ERROR_PAUSE_S` without one, and start of the shutdown."""
+"""Kind of an event.
+
+In this order: start of the server, exit of a worker, another number of workers, first failed batch after `ERROR_PAUSE_S`
+without one, and start of the shutdown.
+"""
 ERROR_PAUSE_S: Final = 10
 
 

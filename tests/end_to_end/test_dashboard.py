@@ -342,10 +342,10 @@ def test_names_and_messages_are_shown_as_text(server: MadeUpServer, open_page: O
 def shown_seconds(page: Page) -> int:
     """Return the length of the shown period in seconds."""
     first, last = page.locator("#period").inner_text().split(",")[0].split(" to ")
-    seconds = [
-        sum(int(part) * 60**place for place, part in enumerate(reversed(one.split(":")))) for one in (first, last)
-    ]
-    return (seconds[1] - seconds[0]) % 86_400
+    hours, minutes, seconds = (
+        int(late) - int(early) for early, late in zip(first.split(":"), last.split(":"), strict=True)
+    )
+    return (3600 * hours + 60 * minutes + seconds) % 86_400
 
 
 def test_the_page_opens_with_the_last_minutes(server: MadeUpServer, open_page: Open) -> None:
