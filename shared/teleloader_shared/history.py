@@ -53,8 +53,8 @@ transit; and the round-trip time of its connections in seconds."""
 MarkKind = Literal["start", "restart", "workers", "error", "draining"]
 """Kind of an event.
 
-In this order: start of the server, exit of a worker, another number of workers, first failed batch after `ERROR_PAUSE_S`
-without one, and start of the shutdown.
+In this order: start of the server, exit of a worker, another number of workers, first failed batch after
+`ERROR_PAUSE_S` without one, and start of the shutdown.
 """
 ERROR_PAUSE_S: Final = 10
 
