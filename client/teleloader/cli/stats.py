@@ -348,7 +348,11 @@ def shown_together(readings: Sequence[Reading], problems: Sequence[str], stats: 
         width: Width of the terminal in characters.
     """
     rows = compared_servers(readings)
-    errors = [str(reading.stats) for reading in readings if isinstance(reading.stats, TeleloaderError)]
+    errors = [
+        f"{reading.stats}{f' (for {seconds(reading.failed_for)})' if reading.failed_for else ''}"
+        for reading in readings
+        if isinstance(reading.stats, TeleloaderError)
+    ]
     failed = f", {len(errors)} of {len(readings)} failed" if errors else ""
     headline = Text.assemble(
         (counted(len(readings), "server"), "bold"), f"{failed}, {counted(stats.server.num_workers, 'worker')}"
@@ -391,7 +395,7 @@ def _optional(show: Callable[[Any], str], value: Any) -> str:
 
 
 SERVER_COLUMNS: Final = (
-    Column("server", attrgetter("url"), least=20, is_name=True),
+    Column("server", attrgetter("url"), least=26, is_name=True),
     _server_figure("batches/s", attrgetter("batches_per_second"), number),
     Column("share", lambda row: _optional(share, row.share), attrgetter("share"), rank=2),
     Column("busy", lambda row: _optional(share, row.busy), attrgetter("busy"), rank=1),
@@ -403,7 +407,7 @@ SERVER_COLUMNS: Final = (
         lambda row: None if row.skew is None else row.skew.work,
         rank=2,
     ),
-    Column("state", lambda row: _row_state(row), least=9),
+    Column("state", lambda row: _row_state(row), least=6),
     _server_figure("bytes/s", attrgetter("bytes_per_second"), size, 5),
     _server_figure("workers", attrgetter("num_workers"), str, 6),
     _server_figure("load", attrgetter("load"), lambda load: _workers(load), 7),
@@ -434,8 +438,7 @@ def _workers(count: float | None) -> str:
 
 def _row_state(row: ServerRow) -> Text:
     if row.stats is None:
-        since = f" for {seconds(row.failed_for)}" if row.failed_for else ""
-        return Text(f"failed{since}", "bold red")
+        return Text(f"down {seconds(row.failed_for)}" if row.failed_for else "failed", "bold red")
     if row.skew is not None and row.skew.is_slow:
         return Text("slow", "bold red")
     return _state(row.stats.server)
