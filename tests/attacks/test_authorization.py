@@ -278,6 +278,7 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("PUT", "/v1/workers"): (GuardedRoute, "admin"),
     ("GET", "/stats"): (GuardedRoute, "stats"),
     ("GET", "/stats/history"): (GuardedRoute, "stats"),
+    ("GET", "/stats/servers"): (GuardedRoute, "stats"),
     ("GET", "/stats/stream"): (GuardedRoute, "stats"),
     ("GET", "/metrics"): (GuardedRoute, "stats"),
     ("GET", "/openapi.json"): (GuardedRoute, "any"),

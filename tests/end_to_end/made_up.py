@@ -196,7 +196,7 @@ class MadeUpServer:
         self.stats = made_up()
         self.refusing = False
         """True to reject streams with 503."""
-        self.listed: list[dict[str, str]] = []
+        self.listed: list[dict[str, Any]] = []
         """Servers that announced themselves to this one; "own" is its own instance."""
         self.watchers = 0
         """Number of started streams."""
@@ -211,8 +211,7 @@ class MadeUpServer:
         self.app.get("/stats/stream")(self._stream)
         self.app.get("/stats/history")(self._history)
         self.app.get("/v1/datasets")(self._datasets)
-        self.app.get("/v1/servers")(self._servers)
-        self.app.get("/healthz")(self._health)
+        self.app.get("/stats/servers")(self._servers)
         self.app.get("/session")(self._session)
         add_dashboard(self.app)
 
@@ -248,11 +247,8 @@ class MadeUpServer:
     async def _session(self) -> dict[str, Any]:
         return {"required": False, "name": None, "scopes": []}
 
-    async def _servers(self) -> dict[str, list[dict[str, str]]]:
-        return {"servers": self.listed}
-
-    async def _health(self) -> dict[str, str]:
-        return {"status": "ok", "instance": "own"}
+    async def _servers(self) -> dict[str, Any]:
+        return {"instance": "own", "servers": [{"lost_for": None, "summary": None, **server} for server in self.listed]}
 
     async def _datasets(self) -> list[dict[str, str]]:
         return [{"name": dataset.dataset, "kind": dataset.kind} for dataset in self.stats.datasets]

@@ -47,6 +47,7 @@ from teleloader_shared.histogram import Histogram
 from teleloader_shared.history import History
 from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.messages import PREVIEW, DatasetInfo, ReceivingTotals
+from teleloader_shared.server_summary import ServerSummary
 from teleloader_shared.spec import MAX_EPOCH
 from teleloader_shared.stats import WINDOW, ConsumerStats, DatasetStats, ServerStats, Stats, WorkerStats
 from teleloader_shared.version import VERSION
@@ -167,11 +168,11 @@ class StatsCollector:
         consumer, loop = sample.consumer, sample.tally.loop
         name = training_loop(consumer.name)
         key = LoopKey(consumer.principal_share.quota.name, name, consumer.loader.spec.dataset)
-        state = self._recorder.keeps(key, loop, sample.tally.run, now)
+        state = self._recorder.keeps(key, loop, consumer.loader.key, sample.tally.run, now)
         if state is not None:
             link = measure(loop.connections, now)
             found = diagnose(sample.recent._replace(link=link), by)
-            self._recorder.diagnosed(state, found.bottleneck, None if link is None else link.rtt)
+            self._recorder.diagnosed(state, found, None if link is None else link.rtt)
 
     @staticmethod
     def _pids(engines: Iterable[Engine]) -> set[int | None]:
@@ -212,6 +213,10 @@ class StatsCollector:
         """Return the content of ``/stats/history``; see `Recorder.history`."""
         now = time.monotonic()
         return self._recorder.history(now, since=since, until=until, step=step, dataset=dataset, consumer=consumer)
+
+    def summary(self) -> ServerSummary:
+        """Return the figures for the announcements of this server."""
+        return self._recorder.summary(time.monotonic())
 
     async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
         """Return the content of ``/stats``, with up to `limit` consumers starting at `offset`."""

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from teleloader_server.dispatch.counters import LoopCounters
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.service import LoaderService
@@ -25,6 +27,7 @@ from teleloader_server.stats.history import (
     Marks,
     Ring,
     RingTable,
+    Values,
     changes_of,
     series_of,
     span_of,
@@ -38,8 +41,10 @@ from teleloader_shared.history import (
     LoopId,
     MarkKind,
 )
-from teleloader_shared.stats import WINDOW, Bottleneck
+from teleloader_shared.server_summary import MAX_LOADERS, MAX_TEXT, ServerSummary
+from teleloader_shared.stats import WINDOW, Diagnosis
 from teleloader_shared.units import counted
+from teleloader_shared.version import VERSION
 
 DATA_WAIT: Final = CONSUMER_SERIES.index("data_wait")
 NO_VALUE: Final = math.nan
@@ -77,6 +82,9 @@ class LoopState:
     run: str | None
     loop: weakref.ref[LoopCounters] | None = None
     """Its counters; a weak reference, because its consumers decide how long they are kept."""
+    loader: str = ""
+    """Key of the loader of its latest iteration."""
+    diagnosis: Diagnosis | None = None
     code: float = NO_VALUE
     """Diagnosis: position in `LABELS`; NaN if there is none."""
     rtt: float = NO_VALUE
@@ -130,18 +138,19 @@ class Recorder:
         for _, state, _ in self._loops:
             state.diagnosed = False
 
-    def keeps(self, key: LoopKey, loop: LoopCounters, run: str | None, now: float) -> LoopState | None:
+    def keeps(self, key: LoopKey, loop: LoopCounters, loader: str, run: str | None, now: float) -> LoopState | None:
         """Return the state of an active training loop; None if the series of `MAX_LOOPS` other active ones are kept."""
         state = self._loops.owner(key) or LoopState(run)
         if self._loops.keep(key, state, self._second(now)) is None:
             return None
-        state.run, state.loop, state.diagnosed = run, weakref.ref(loop), True
+        state.run, state.loader, state.loop, state.diagnosed = run, loader, weakref.ref(loop), True
         return state
 
     @staticmethod
-    def diagnosed(state: LoopState, bottleneck: Bottleneck, rtt: float | None) -> None:
+    def diagnosed(state: LoopState, diagnosis: Diagnosis, rtt: float | None) -> None:
         """Set the diagnosis and the round-trip time of a training loop, which count until the next ones."""
-        state.code = float(LABELS.index(bottleneck))
+        state.diagnosis = diagnosis
+        state.code = float(LABELS.index(diagnosis.bottleneck))
         state.rtt = NO_VALUE if rtt is None else rtt
 
     def end_diagnoses(self) -> None:
@@ -149,6 +158,7 @@ class Recorder:
         for _, state, _ in self._loops:
             if not state.diagnosed:
                 state.code = state.rtt = NO_VALUE
+                state.diagnosis = None
 
     def record(self, now: float, engines: Sequence[Engine], tick: Tick) -> None:
         """Record the second that ends; called before the totals are sampled.
@@ -298,6 +308,37 @@ class Recorder:
             ],
         )
 
+    def summary(self, now: float) -> ServerSummary:
+        """Return the figures for the announcements of this server."""
+        second = self._second(now)
+        recent = self._server.window(second - round(WINDOW), second + 1)
+        means = {name: _mean(recent[row]) for row, name in enumerate(SERVER_SERIES)}
+        found = [state for _, state, _ in self._loops if state.diagnosis is not None]
+        best = max((d for state in found if (d := state.diagnosis) is not None), key=_certainty, default=None)
+        return ServerSummary(
+            version=VERSION,
+            uptime=now - self._started,
+            workers=self._service.num_workers,
+            batches_per_second=means["batches_per_second"] or 0.0,
+            bytes_per_second=means["bytes_per_second"] or 0.0,
+            busy=means["workers_busy"],
+            data_wait=means["data_wait"],
+            bottleneck=None if best is None else best.bottleneck,
+            confidence=0.0 if best is None else best.confidence,
+            advice="" if best is None else best.advice[:MAX_TEXT],
+            loaders=sorted({state.loader for state in found})[:MAX_LOADERS],
+        )
+
     @staticmethod
     def _missing(what: str) -> Ring:
         raise UnknownSeries(f"no history of {what}: the server keeps that of recently active ones")
+
+
+def _certainty(diagnosis: Diagnosis) -> tuple[bool, float]:
+    """Return the key by which diagnoses of training loops are compared: those that explain a wait are larger."""
+    return diagnosis.bottleneck not in ("unknown", "idle", "finished"), diagnosis.confidence
+
+
+def _mean(values: Values) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
