@@ -165,8 +165,10 @@ def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Ope
 
 
 def shown_servers(page: Page) -> list[str]:
-    """Return the lines of the list of servers."""
-    return [" ".join(line.split()) for line in page.locator("#server-list li").all_inner_texts()]
+    """Return state and URL of each row of the table of servers."""
+    states = page.locator("#server-list tbody td:nth-child(2)").all_inner_texts()
+    urls = page.locator("#server-list tbody th").all_inner_texts()
+    return [" ".join(f"{state} {url}".split()) for state, url in zip(states, urls, strict=True)]
 
 
 def test_one_server_has_no_list_of_servers(server: MadeUpServer, open_page: Open) -> None:
@@ -178,18 +180,18 @@ def test_one_server_has_no_list_of_servers(server: MadeUpServer, open_page: Open
 
 
 def test_announced_servers_are_listed_with_links(server: MadeUpServer, open_page: Open) -> None:
-    """In the order of their numbers, each once; servers that join and leave are seen without a reload."""
+    """In the order of their numbers after this one, each once; those that join and leave are seen without a reload."""
     server.listed = [{"url": f"http://10.0.0.{n}:8000", "instance": f"{n}"} for n in (12, 3)]
     page = open_page(server.url)
     until(page.locator("#servers"), "3 servers")
     own = f"ready {server.url} this server"
-    assert shown_servers(page) == ["ready http://10.0.0.3:8000", "ready http://10.0.0.12:8000", own]
+    assert shown_servers(page) == [own, "ready http://10.0.0.3:8000", "ready http://10.0.0.12:8000"]
     links = page.locator("#server-list a")
     assert [link.get_attribute("href") for link in links.all()] == ["http://10.0.0.3:8000", "http://10.0.0.12:8000"]
     server.listed = server.listed[:1]
     server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, draining=True))
     until(page.locator("#servers"), "2 servers")
-    assert shown_servers(page) == ["ready http://10.0.0.12:8000", f"draining {server.url} this server"]
+    assert shown_servers(page) == [f"draining {server.url} this server", "ready http://10.0.0.12:8000"]
 
 
 def test_servers_of_the_same_supervisor_are_listed(server: MadeUpServer, open_page: Open) -> None:
@@ -227,7 +229,59 @@ def test_many_servers_with_hostile_urls_fit_on_a_phone(server: MadeUpServer, ope
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     box = page.locator("#servers").bounding_box()
     assert box is not None
-    assert box["height"] < 300
+    assert box["height"] < 600
+    assert page.evaluate(CONTRAST) == []
+
+
+def fleet(server: MadeUpServer, count: int) -> list[dict[str, Any]]:
+    """Return announcements of this number of servers with the loader of `server`; the first one is slow."""
+    figures = {
+        "version": "1.2.3", "uptime": 7384.0, "workers": 4, "batches_per_second": 125.0, "bytes_per_second": 1e6,
+        "busy": 0.93, "data_wait": 0.1, "bottleneck": "training", "confidence": 0.5, "advice": "Train faster.",
+        "loaders": [CONSUMER.loader],
+    }  # fmt: skip
+    slow = {
+        "batches_per_second": 25.0,
+        "bottleneck": "io",
+        "confidence": 0.95,
+        "advice": "Read less.",
+        "data_wait": 0.4,
+    }
+    return [
+        {"url": f"http://10.0.0.{n}:8000", "instance": f"{n}", "summary": figures | (slow if n == 0 else {})}
+        for n in range(count)
+    ]
+
+
+def test_servers_are_compared_by_the_figures_that_they_announce(server: MadeUpServer, open_page: Open) -> None:
+    """Servers without heartbeats and slow ones come first, with the reason; one diagnosis is for all servers."""
+    down = {"url": "http://10.0.0.9:8000", "instance": "9", "lost_for": 75.0}
+    server.listed = [*fleet(server, 3), down]
+    page = open_page(server.url)
+    until(page.locator("#servers"), "5 servers")
+    assert [line.split(" No announcement since ")[0] for line in shown_servers(page)][:2] == [
+        "down for 1 min 15 s http://10.0.0.9:8000",
+        "slow http://10.0.0.0:8000 149 ms of a worker's time per batch, 5 times the median of 3 other servers "
+        "(29.8 ms). "
+        "25 batches/s, 0.2 times the median of 3 other servers.",
+    ]
+    slow = page.locator("#server-list tbody tr").nth(1).get_by_role("cell").all_inner_texts()
+    assert slow[1:] == ["25", "6 %", "93 %", "40 %", "io", "5 \N{MULTIPLICATION SIGN}", "1.2.3", "2 h 3 min"]
+    until(page.locator("#fleet-diagnosis"), "All servers: io (95 % confidence, http://10.0.0.0:8000). Read less.")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_64_servers_are_readable(server: MadeUpServer, open_page: Open, scheme: str, width: int) -> None:
+    """The table scrolls in itself, in one direction, and has enough contrast."""
+    server.listed = fleet(server, 63)
+    page = open_page(server.url, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    until(page.locator("#servers"), "64 servers")
+    assert page.locator("#server-list tbody tr").count() == 64
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    scrolled = page.locator("#server-list")
+    assert scrolled.evaluate("one => one.scrollWidth <= one.clientWidth")
+    assert scrolled.evaluate("one => one.scrollHeight > one.clientHeight")
     assert page.evaluate(CONTRAST) == []
 
 
