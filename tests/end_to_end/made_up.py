@@ -171,7 +171,9 @@ def made_up_history(now: int = HOUR, since: int = 0, until: int | None = None, c
 
     values = dict.fromkeys(SERVER_SERIES if consumer is None else CONSUMER_SERIES, 0.5)
     values |= {"batches_per_second": 125.0 if consumer is None else 12.5, "bytes_per_second": 64.5 * MIB}
-    changes = [LabelChange(0, "training"), LabelChange(3500, "workers")]
+    changes = (
+        [LabelChange(3500, "workers")] if since >= 3500 else [LabelChange(0, "training"), LabelChange(3500, "workers")]
+    )
     marks = [Mark(0, "start", "Server process 4242 started"), Mark(3550, "restart", "worker 1 (pid 5001) exited")]
     return History(
         pid=SERVER.pid,
