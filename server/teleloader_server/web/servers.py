@@ -21,7 +21,7 @@ from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.messages import SERVERS_PATH, STATS_PATH
 from teleloader_shared.server_summary import ServerSummary, summary_of
 
-MAX_ANNOUNCEMENT_BYTES: Final = 4096
+MAX_ANNOUNCEMENT_BYTES: Final = 8192
 MIN_KEY: Final = 32
 """Minimum length of the secret key in an announcement, in characters, against guessing."""
 MAX_KEY: Final = 128
