@@ -91,3 +91,22 @@ def test_unknown_series_and_invalid_queries_are_rejected() -> None:
             assert "the server keeps that of recently active ones" in response.json()["detail"]
         for query in ("since=-1", "step=0", "until=x"):
             assert httpx.get(f"{url}/stats/history?{query}").status_code == 422
+
+
+def test_a_registry_has_the_figures_of_announced_servers(start_server: StartServer) -> None:
+    """Figures come with the heartbeats; after a crash, the registry states for how long the server has been gone."""
+    registry = start_server("tests.end_to_end.hosted:numbers", "--num-workers", "1")
+    other = start_server(
+        "tests.end_to_end.hosted:numbers", "--num-workers", "1", "--announce", f"registry+{registry.url}"
+    )
+
+    def found() -> dict[str, Any]:
+        servers = httpx.get(f"{registry.url}/stats/servers").json()["servers"]
+        return next((server for server in servers if server["url"] == other.url), {})
+
+    eventually(lambda: found().get("summary"))
+    assert found()["summary"]["workers"] == 1
+    assert found()["lost_for"] is None
+    os.kill(other.pid, signal.SIGKILL)
+    eventually(lambda: found()["lost_for"])
+    assert found()["summary"] is None
