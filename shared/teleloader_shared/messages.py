@@ -32,6 +32,7 @@ READY_BYTES: Final = 2**21
 """Target size of a response with several frames, in bytes: the response ends after the frame that reaches it."""
 
 STATS_PATH: Final = "/stats"
+HISTORY_PATH: Final = "/stats/history"
 DATASETS_PATH: Final = "/v1/datasets"
 LOADERS_PATH: Final = "/v1/loaders"
 SERVERS_PATH: Final = "/v1/servers"

@@ -283,6 +283,8 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("GET", "/v1/slow-samples"): (GuardedRoute, "stats"),
     ("GET", "/v1/timeline"): (GuardedRoute, "stats"),
     ("GET", "/stats"): (GuardedRoute, "stats"),
+    ("GET", "/stats/history"): (GuardedRoute, "stats"),
+    ("GET", "/stats/servers"): (GuardedRoute, "stats"),
     ("GET", "/stats/stream"): (GuardedRoute, "stats"),
     ("GET", "/metrics"): (GuardedRoute, "stats"),
     ("GET", "/openapi.json"): (GuardedRoute, "any"),

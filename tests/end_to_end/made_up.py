@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,15 @@ from pydantic import TypeAdapter
 
 from teleloader_server.web.app import bind, url_of
 from teleloader_server.web.dashboard import add_dashboard
+from teleloader_shared.history import (
+    CONSUMER_SERIES,
+    SERVER_SERIES,
+    History,
+    LabelChange,
+    LoopId,
+    Mark,
+    Series,
+)
 from teleloader_shared.inspection import ErrorRecord, Errors, SlowSampleList, Timeline
 from teleloader_shared.stats import (
     ConsumerStats,
@@ -31,6 +41,7 @@ from teleloader_shared.stats import (
 )
 
 MIB = 2**20
+HOUR = 3600
 
 SERVER = ServerStats(
     version="1.2.3",
@@ -147,6 +158,38 @@ def made_up(consumers: int = 1) -> Stats:
     )
 
 
+def made_up_history(now: int = HOUR, since: int = 0, until: int | None = None, consumer: str | None = None) -> History:
+    """Return series that are constant but for a pause from second 3,400 to 3,410, and a spike in second 1,000."""
+    until = now if until is None else min(until, now)
+    step = max(1, -(-(until - since) // 600))
+    starts = range(since, until, step)
+
+    def constant(value: float) -> Series:
+        listed = [None if 3400 <= second < 3410 else value for second in starts]
+        if step == 1:
+            return Series(listed)
+        return Series(listed, listed, [8 * value if start <= 1000 < start + step else value for start in starts])
+
+    values = dict.fromkeys(SERVER_SERIES if consumer is None else CONSUMER_SERIES, 0.5)
+    values |= {"batches_per_second": 125.0 if consumer is None else 12.5, "bytes_per_second": 64.5 * MIB}
+    changes = (
+        [LabelChange(3500, "workers")] if since >= 3500 else [LabelChange(0, "training"), LabelChange(3500, "workers")]
+    )
+    marks = [Mark(0, "start", "Server process 4242 started"), Mark(3550, "restart", "worker 1 (pid 5001) exited")]
+    return History(
+        pid=SERVER.pid,
+        started=1.7e9,
+        now=now,
+        since=since,
+        step=step,
+        series={name: constant(value) for name, value in values.items()},
+        diagnoses=[LabelChange(max(since, change.second), change.bottleneck) for change in changes],
+        marks=[mark for mark in marks if mark.second >= since],
+        datasets=["train"],
+        consumers=[LoopId("c0ffee", "trainer-0", "anyone", "train", "resnet.py")],
+    )
+
+
 class MadeUpServer:
     """Server that responds with `stats`, which may be replaced at any time."""
 
@@ -156,20 +199,25 @@ class MadeUpServer:
         self.stats = made_up()
         self.refusing = False
         """True to reject streams with 503."""
-        self.listed: list[dict[str, str]] = []
+        self.listed: list[dict[str, Any]] = []
         """Servers that announced themselves to this one; "own" is its own instance."""
         self.watchers = 0
         """Number of started streams."""
+        self.pid = SERVER.pid
+        """Process ID in its history."""
+        self.queries: list[tuple[int, int | None]] = []
+        """Seconds that were requested of its history."""
+        self._started = time.monotonic()
         self._cuts = 0
         self.app = FastAPI()
         self.app.get("/stats")(self._page)
         self.app.get("/stats/stream")(self._stream)
+        self.app.get("/stats/history")(self._history)
         self.app.get("/v1/datasets")(self._datasets)
         self.app.get("/v1/errors")(self._errors)
         self.app.get("/v1/slow-samples")(self._slow_samples)
         self.app.get("/v1/timeline")(self._timeline)
-        self.app.get("/v1/servers")(self._servers)
-        self.app.get("/healthz")(self._health)
+        self.app.get("/stats/servers")(self._servers)
         self.app.get("/session")(self._session)
         add_dashboard(self.app)
 
@@ -180,6 +228,14 @@ class MadeUpServer:
     async def _page(self, limit: int = 100, offset: int = 0) -> Any:
         page = dataclasses.replace(self.stats, consumers=self.stats.consumers[offset : offset + limit])
         return TypeAdapter(Stats).dump_python(page, mode="json")
+
+    async def _history(self, since: int = 0, until: int | None = None, consumer: str | None = None) -> Any:
+        self.queries.append((since, until))
+        now = HOUR + int(time.monotonic() - self._started)
+        found = made_up_history(now, min(since, now), until, consumer)
+        if self.pid != SERVER.pid:  # a process that has just started
+            found = dataclasses.replace(made_up_history(5, min(since, 5), until, consumer), started=found.started + now)
+        return TypeAdapter(History).dump_python(dataclasses.replace(found, pid=self.pid), mode="json")
 
     async def _stream(self) -> Response:
         if self.refusing:
@@ -197,11 +253,8 @@ class MadeUpServer:
     async def _session(self) -> dict[str, Any]:
         return {"required": False, "name": None, "scopes": []}
 
-    async def _servers(self) -> dict[str, list[dict[str, str]]]:
-        return {"servers": self.listed}
-
-    async def _health(self) -> dict[str, str]:
-        return {"status": "ok", "instance": "own"}
+    async def _servers(self) -> dict[str, Any]:
+        return {"instance": "own", "servers": [{"lost_for": None, "summary": None, **server} for server in self.listed]}
 
     async def _errors(self) -> Errors:
         found = [(dataset.dataset, error) for dataset in self.stats.datasets for error in dataset.errors]

@@ -117,7 +117,8 @@ def test_the_page_comes_whole_from_its_server(server: MadeUpServer, open_page: O
     assert "cpu-box" in page.title()
     assert page.locator("#facts").inner_text() == "cpu-box · process 4242 · version 1.2.3 · up 2 h 3 min"
     assert page.locator("#state").inner_text() == "Ready"
-    assert page.locator("#plots canvas").count() == 2
+    until(page.locator("#history"), "125")
+    assert page.locator("#plots canvas").count() == 4
 
 
 def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Open) -> None:
@@ -151,7 +152,8 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     assert cells(page, "encode") == ["400 µs", "900 µs", "1 ms", "2 ms"]
     until(page.locator("#dataset-list"), "map-style, 50,000 samples. 4,000 samples/s.")
     until(page.locator("#dataset-list"), "4,000 batches computed, 4,100 sent, 3 failed, 1 restarted, 0 started early")
-    assert page.locator("figcaption output").all_inner_texts() == ["125", "64.5"]
+    until(page.locator("#plots"), "125")
+    assert page.locator("#plots figcaption output").all_inner_texts() == ["125", "64.5", "50 %", "50 %"]
 
 
 def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Open) -> None:
@@ -163,8 +165,10 @@ def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Ope
 
 
 def shown_servers(page: Page) -> list[str]:
-    """Return the lines of the list of servers."""
-    return [" ".join(line.split()) for line in page.locator("#server-list li").all_inner_texts()]
+    """Return state and URL of each row of the table of servers."""
+    states = page.locator("#server-list tbody td:nth-child(2)").all_inner_texts()
+    urls = page.locator("#server-list tbody th").all_inner_texts()
+    return [" ".join(f"{state} {url}".split()) for state, url in zip(states, urls, strict=True)]
 
 
 def test_one_server_has_no_list_of_servers(server: MadeUpServer, open_page: Open) -> None:
@@ -176,18 +180,18 @@ def test_one_server_has_no_list_of_servers(server: MadeUpServer, open_page: Open
 
 
 def test_announced_servers_are_listed_with_links(server: MadeUpServer, open_page: Open) -> None:
-    """In the order of their numbers, each once; servers that join and leave are seen without a reload."""
+    """In the order of their numbers after this one, each once; those that join and leave are seen without a reload."""
     server.listed = [{"url": f"http://10.0.0.{n}:8000", "instance": f"{n}"} for n in (12, 3)]
     page = open_page(server.url)
     until(page.locator("#servers"), "3 servers")
     own = f"ready {server.url} this server"
-    assert shown_servers(page) == ["ready http://10.0.0.3:8000", "ready http://10.0.0.12:8000", own]
+    assert shown_servers(page) == [own, "ready http://10.0.0.3:8000", "ready http://10.0.0.12:8000"]
     links = page.locator("#server-list a")
     assert [link.get_attribute("href") for link in links.all()] == ["http://10.0.0.3:8000", "http://10.0.0.12:8000"]
     server.listed = server.listed[:1]
     server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, draining=True))
     until(page.locator("#servers"), "2 servers")
-    assert shown_servers(page) == ["ready http://10.0.0.12:8000", f"draining {server.url} this server"]
+    assert shown_servers(page) == [f"draining {server.url} this server", "ready http://10.0.0.12:8000"]
 
 
 def test_servers_of_the_same_supervisor_are_listed(server: MadeUpServer, open_page: Open) -> None:
@@ -225,7 +229,59 @@ def test_many_servers_with_hostile_urls_fit_on_a_phone(server: MadeUpServer, ope
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     box = page.locator("#servers").bounding_box()
     assert box is not None
-    assert box["height"] < 300
+    assert box["height"] < 600
+    assert page.evaluate(CONTRAST) == []
+
+
+def fleet(server: MadeUpServer, count: int) -> list[dict[str, Any]]:
+    """Return announcements of this number of servers with the loader of `server`; the first one is slow."""
+    figures = {
+        "version": "1.2.3", "uptime": 7384.0, "workers": 4, "batches_per_second": 125.0, "bytes_per_second": 1e6,
+        "busy": 0.93, "data_wait": 0.1, "bottleneck": "training", "confidence": 0.5, "advice": "Train faster.",
+        "loaders": [CONSUMER.loader],
+    }  # fmt: skip
+    slow = {
+        "batches_per_second": 25.0,
+        "bottleneck": "io",
+        "confidence": 0.95,
+        "advice": "Read less.",
+        "data_wait": 0.4,
+    }
+    return [
+        {"url": f"http://10.0.0.{n}:8000", "instance": f"{n}", "summary": figures | (slow if n == 0 else {})}
+        for n in range(count)
+    ]
+
+
+def test_servers_are_compared_by_the_figures_that_they_announce(server: MadeUpServer, open_page: Open) -> None:
+    """Servers without heartbeats and slow ones come first, with the reason; one diagnosis is for all servers."""
+    down = {"url": "http://10.0.0.9:8000", "instance": "9", "lost_for": 75.0}
+    server.listed = [*fleet(server, 3), down]
+    page = open_page(server.url)
+    until(page.locator("#servers"), "5 servers")
+    assert [line.split(" No announcement since ")[0] for line in shown_servers(page)][:2] == [
+        "down for 1 min 15 s http://10.0.0.9:8000",
+        "slow http://10.0.0.0:8000 149 ms of a worker's time per batch, 5 times the median of 3 other servers "
+        "(29.8 ms). "
+        "25 batches/s, 0.2 times the median of 3 other servers.",
+    ]
+    slow = page.locator("#server-list tbody tr").nth(1).get_by_role("cell").all_inner_texts()
+    assert slow[1:] == ["25", "6 %", "93 %", "40 %", "io", "5 \N{MULTIPLICATION SIGN}", "1.2.3", "2 h 3 min"]
+    until(page.locator("#fleet-diagnosis"), "All servers: io (95 % confidence, http://10.0.0.0:8000). Read less.")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_64_servers_are_readable(server: MadeUpServer, open_page: Open, scheme: str, width: int) -> None:
+    """The table scrolls in itself, in one direction, and has enough contrast."""
+    server.listed = fleet(server, 63)
+    page = open_page(server.url, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    until(page.locator("#servers"), "64 servers")
+    assert page.locator("#server-list tbody tr").count() == 64
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    scrolled = page.locator("#server-list")
+    assert scrolled.evaluate("one => one.scrollWidth <= one.clientWidth")
+    assert scrolled.evaluate("one => one.scrollHeight > one.clientHeight")
     assert page.evaluate(CONTRAST) == []
 
 
@@ -334,6 +390,147 @@ def test_names_and_messages_are_shown_as_text(server: MadeUpServer, open_page: O
     assert page.locator("main img, main script").count() == 0
 
 
+# --- History ------------------------------------------------------------------------------------------------------
+
+
+def shown_seconds(page: Page) -> int:
+    """Return the length of the shown period in seconds."""
+    first, last = page.locator("#period").inner_text().split(",")[0].split(" to ")
+    hours, minutes, seconds = (
+        int(late) - int(early) for early, late in zip(first.split(":"), last.split(":"), strict=True)
+    )
+    return (3600 * hours + 60 * minutes + seconds) % 86_400
+
+
+def test_the_page_opens_with_the_last_minutes(server: MadeUpServer, open_page: Open) -> None:
+    """The first view has five minutes of one-second values with a gap, the diagnosis over time and the events."""
+    page = open_page(server.url)
+    until(page.locator("#event-count"), "2 events")
+    assert 299 <= shown_seconds(page) <= 301
+    label = page.locator("#plots [role=img]").first.get_attribute("aria-label")
+    assert label is not None
+    assert label.startswith("Sent batches/s from ")
+    assert label.endswith("between 125 and 125, last 125")
+    assert page.locator("#lane span").all_inner_texts() == ["training", "workers"]
+    page.locator("#events summary").click()
+    events = [line.split(" ", 1)[1] for line in page.locator("#mark-list li").all_inner_texts()]
+    assert events == ["worker restarted worker 1 (pid 5001) exited", "diagnosis training to workers"]
+
+
+def test_an_hour_keeps_a_spike_of_one_second(server: MadeUpServer, open_page: Open) -> None:
+    """Points of several seconds have the largest value of each, and another range can be selected."""
+    page = open_page(server.url)
+    page.get_by_role("button", name="1 h").click()
+    hour = page.locator("#plots [role=img][aria-label*='between 125 and 1,000']")
+    hour.wait_for()
+    assert 3590 <= shown_seconds(page) <= 3610
+    assert page.get_by_role("button", name="1 h").get_attribute("aria-pressed") == "true"
+    page.get_by_role("button", name="1 min").click()
+    hour.wait_for(state="detached")
+    assert shown_seconds(page) == 60
+
+
+def test_new_seconds_are_added_without_reading_the_others_again(server: MadeUpServer, open_page: Open) -> None:
+    """After the first view, each request is for the seconds since the latest one."""
+    page = open_page(server.url)
+    until(page.locator("#plots"), "125")
+    count = len(server.queries)
+    newest = max(since for since, _ in server.queries)
+    eventually(lambda: server.queries[-1][0] > newest + 1)
+    assert min(since for since, _ in server.queries[count:]) >= newest
+    assert page.locator("#plots [role=img][aria-label*='last 125']").count() == 1
+
+
+def test_a_dragged_period_is_zoomed_until_it_is_reset(server: MadeUpServer, open_page: Open) -> None:
+    """A zoomed view stands still, has the values of its seconds, and ends with a button, a double click or Escape."""
+    page = open_page(server.url, viewport={"width": 1280, "height": 900})
+    reset = page.get_by_role("button", name="Reset zoom")
+    over = page.locator("#plots .u-over").first
+    for end in (reset.click, over.dblclick, lambda: page.locator("#charts").press("Escape")):
+        until(page.locator("#period"), " to ")
+        assert reset.is_disabled()
+        box = over.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 20)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 20, steps=4)
+        page.mouse.up()
+        page.mouse.move(0, 0)
+        until(page.locator("#period"), ", zoomed")
+        assert 70 <= shown_seconds(page) <= 80
+        eventually(lambda: server.queries[-1][1] is not None)
+        end()
+        eventually(lambda: reset.is_disabled())
+        page.mouse.move(0, 0)
+
+
+def test_a_paused_view_stands_still(server: MadeUpServer, open_page: Open) -> None:
+    """Pausing keeps the period; resuming shows the seconds since."""
+    page = open_page(server.url)
+    until(page.locator("#plots"), "125")
+    page.get_by_role("button", name="Pause").click()
+    until(page.locator("#period"), ", paused")
+    before, count = page.locator("#period").inner_text(), len(server.queries)
+    watched = server.watchers
+    server.stats = dataclasses.replace(server.stats, server=dataclasses.replace(SERVER, connections=77))
+    until(page.locator("#figures"), "77")
+    assert (page.locator("#period").inner_text(), len(server.queries), server.watchers) == (before, count, watched)
+    page.get_by_role("button", name="Resume").click()
+    eventually(lambda: "paused" not in page.locator("#period").inner_text())
+
+
+def test_plots_are_used_by_keyboard(server: MadeUpServer, open_page: Open) -> None:
+    """Plus zooms in, arrows move, and minus zooms out."""
+    page = open_page(server.url)
+    until(page.locator("#plots"), "125")
+    charts = page.locator("#charts")
+    charts.press("+")
+    until(page.locator("#period"), ", zoomed")
+    assert 149 <= shown_seconds(page) <= 151
+    first = page.locator("#period").inner_text()
+    charts.press("ArrowLeft")
+    assert page.locator("#period").inner_text() != first
+    assert 149 <= shown_seconds(page) <= 151
+    charts.press("-")
+    assert 299 <= shown_seconds(page) <= 301
+
+
+def test_the_series_of_a_run_can_be_selected(server: MadeUpServer, open_page: Open) -> None:
+    """A training loop is offered with its run, and has series of its own."""
+    page = open_page(server.url)
+    until(page.locator("#subject"), "resnet.py, trainer-0 of train")
+    assert page.locator("#subject option").all_inner_texts() == [
+        *("Server", "Dataset train", "resnet.py, trainer-0 of train")
+    ]
+    page.get_by_label("Series of").select_option("resnet.py, trainer-0 of train")
+    until(page.locator("#plots"), "Consumed batches/s 12.5")
+    page.get_by_text("More series").click()
+    until(page.locator("#more-plots"), "Round-trip time 500 ms")
+
+
+def test_a_restart_of_the_server_is_a_gap_with_an_event(server: MadeUpServer, open_page: Open) -> None:
+    """The values of the process before remain, and those of the next one follow after a gap."""
+    page = open_page(server.url)
+    until(page.locator("#plots"), "125")
+    server.pid = 5151
+    page.locator("#mark-list").evaluate("list => list.parentElement.open = true")
+    until(page.locator("#mark-list"), "server started")
+    until(page.locator("#mark-list"), "worker 1 (pid 5001) exited")
+    assert page.locator("#plots [role=img][aria-label*='between 125 and 125, last 125']").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_history_fits_and_stands_out(server: MadeUpServer, open_page: Open, scheme: str, width: int) -> None:
+    """No horizontal scrolling and enough contrast, with all series and events open."""
+    page = open_page(server.url, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    until(page.locator("#plots"), "125")
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    until(page.locator("#more-plots"), "Active consumers")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(CONTRAST) == []
+
+
 # --- The connection -----------------------------------------------------------------------------------------------
 
 
@@ -400,8 +597,7 @@ def test_the_page_is_used_by_keyboard(server: MadeUpServer, open_page: Open) -> 
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "answer"
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.type") == "search"
+    page.get_by_role("searchbox").focus()
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     opened = row(page, "trainer-0").locator("details")
@@ -508,7 +704,7 @@ def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Op
     url = servers.enter_context(serve(hosted.unhurried(), num_workers=1))
     servers.enter_context(training(RemoteDataset(url), step=0.01, batch_size=40, seed=0))
     page = open_page(url)
-    until(page.locator("#sentence"), "Loader-bound")
+    until(page.locator("#sentence"), "▲ Io ")
     until(page.locator("#consumers tbody"), "speed up the stage 'fetch'")
 
 
@@ -517,7 +713,7 @@ def test_a_slow_loop_is_called_training_bound(servers: ExitStack, open_page: Ope
     url = servers.enter_context(serve(hosted.Samples(int, 100_000), num_workers=1))
     servers.enter_context(training(RemoteDataset(url), step=0.05, batch_size=10, seed=0))
     page = open_page(url)
-    until(page.locator("#sentence"), "Training-bound")
+    until(page.locator("#sentence"), "● Training ")
 
 
 def test_a_server_that_stops_is_lost_and_found_again(

@@ -25,7 +25,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a disk of 64 KiB; skip the test where this process may not mount."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
     if sys.platform != "linux" or os.geteuid() or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("needs Linux and the permission to mount")
     yield folder

@@ -213,6 +213,27 @@ def test_datasets_and_workers_of_a_real_server(start_server: StartServer) -> Non
     assert names(piped(TOOLS, "workers", server.url).out) == ["0", "1"]
 
 
+def test_a_slow_and_an_unreachable_server_come_first(figures: MadeUpServer) -> None:
+    """`stats` and `top servers` compare servers of the same loaders, and name the slow one and reasons of others."""
+    slow = MadeUpServer()
+    few = dataclasses.replace(slow.stats.server, batches_per_second=12.5)
+    slow.stats = dataclasses.replace(slow.stats, server=few)
+    with serving(slow):
+        all_servers = f"{figures.url},{slow.url},{NOWHERE}"
+        out = piped(TOOLS, "stats", all_servers).out
+        with terminal(TOOLS, "top", all_servers, "servers", "--interval", "0.5") as screen:
+            eventually(lambda: "is slow: " in screen.text)
+            # each further request adds to the time since the first one that failed
+            eventually(lambda: re.search(r"down \d", screen.text))
+            screen.press("q")
+        found = json.loads(piped(TOOLS, "stats", all_servers, "-o", "json").out)
+    lines = out[out.index("server  ") :].splitlines()[1:4]
+    assert [line.split()[0] for line in lines] == [NOWHERE, slow.url, figures.url]
+    assert f"{slow.url} is slow: 298 ms of a worker's time per batch" in out
+    assert f"cannot connect to {NOWHERE}" in out
+    assert [server.get("failed_for") for server in found["servers"]] == [None, None, 0.0]
+
+
 # -- top
 
 

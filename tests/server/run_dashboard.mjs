@@ -1,10 +1,12 @@
 // Does with the dashboard's own modules what a test asks on standard input, and prints what came of it, as JSON:
-// {"frames": [path], "shapes": [[dtype, shape]], "numbers": [[function of format.js, argument]]}.
+// {"frames": [path], "shapes": [[dtype, shape]], "numbers": [[function of format.js, argument]],
+// "timelines": [[response of /stats/history]]}.
 
 import { readFileSync } from "node:fs";
 import { elements, imagesIn } from "./arrays.js";
 import * as format from "./format.js";
 import { readFrame } from "./frame.js";
+import { Points } from "./points.js";
 
 // What JSON cannot say is tagged, as in the test vectors.
 function tagged(value) {
@@ -34,9 +36,18 @@ function attempt(path) {
   }
 }
 
-const { frames = [], shapes = [], numbers = [] } = JSON.parse(readFileSync(0, "utf-8"));
+// The points after each response was appended, or loaded where it is of another process.
+function timeline(responses) {
+  const found = new Points();
+  for (const response of responses) if (!found.append(response)) found.load(response);
+  const { times, columns, marks, labels } = found.between(0, Number.MAX_VALUE);
+  return { times, columns, marks, labels, next: found.next };
+}
+
+const { frames = [], shapes = [], numbers = [], timelines = [] } = JSON.parse(readFileSync(0, "utf-8"));
 console.log(JSON.stringify({
   frames: frames.map(attempt),
   shapes: shapes.map(([dtype, shape]) => imagesIn({ dtype, shape })),
+  timelines: timelines.map(timeline),
   numbers: numbers.map(([name, ...given]) => format[name](...given)),
 }));

@@ -259,3 +259,45 @@ def test_numbers_are_written_for_people(run_javascript: Run) -> None:
         ("plural", 2, "batch", "batches"): "2 batches",
     }
     assert run_javascript(numbers=list(written))["numbers"] == list(written.values())
+
+
+# --- History ------------------------------------------------------------------------------------------------------
+
+
+def response(pid: int, started: float, since: int, values: list[float | None], **more: Any) -> dict[str, Any]:
+    """Return a response of /stats/history with one series."""
+    series = {"rate": {"mean": values, "min": None, "max": None}}
+    now = since + len(values)
+    return {"pid": pid, "started": started, "now": now, "since": since, "step": 1, "series": series, "marks": [],
+            "diagnoses": []} | more  # fmt: skip
+
+
+def test_seconds_are_appended_with_their_gaps(run_javascript: Run) -> None:
+    """Later responses add their seconds, events once, and changes of the diagnosis."""
+    mark = {"second": 1, "kind": "error", "text": "ValueError"}
+    first = response(1, 1000.0, 0, [1, None], marks=[mark], diagnoses=[{"second": 0, "bottleneck": "io"}])
+    same = [{"second": 2, "bottleneck": "io"}, {"second": 3, "bottleneck": "training"}]
+    second = response(1, 1000.0, 2, [3, 4], marks=[mark], diagnoses=same)
+    (found,) = run_javascript(timelines=[[first, second]])["timelines"]
+    assert found["times"] == [1000, 1001, 1002, 1003]
+    assert found["columns"]["rate"] == {kind: [1, None, 3, 4] for kind in ("mean", "min", "max")}
+    assert found["marks"] == [{"at": 1001, "kind": "error", "text": "ValueError"}]
+    assert [(label["at"], label["until"], label["bottleneck"]) for label in found["labels"]] == [
+        (1000, 1003, "io"), (1003, 1004, "training"),
+    ]  # fmt: skip
+    assert found["next"] == 4
+
+
+@pytest.mark.parametrize("started", [1010.0, 900.0], ids=["later", "clock set back"])
+def test_another_process_follows_after_a_gap(run_javascript: Run, started: float) -> None:
+    """Times ascend although the clock was set back, and no line leads from one process to the next."""
+    (found,) = run_javascript(timelines=[[response(1, 1000.0, 0, [1, 2]), response(2, started, 0, [5])]])["timelines"]
+    assert found["columns"]["rate"]["mean"] == [1, 2, None, 5]
+    assert found["times"] == [1000, 1001, 1002, max(started, 1003)]
+    assert found["next"] == 1
+
+
+def test_the_last_point_may_cover_seconds_that_have_not_ended(run_javascript: Run) -> None:
+    """The next request begins with the current second, not after the last point."""
+    (found,) = run_javascript(timelines=[[response(1, 1000.0, 0, [1, 2, 3], step=6, now=15)]])["timelines"]
+    assert (found["times"], found["next"]) == ([1000, 1006, 1012], 15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from teleloader.api.control import MAX_JSON_BYTES
 from teleloader_server.fleet.registry import (
+    LOST_S,
     MAX_GAP_S,
     MAX_PENDING,
     MAX_PENDING_PER_TOKEN,
@@ -22,6 +24,7 @@ from teleloader_server.fleet.registry import (
     instance_of,
 )
 from teleloader_shared.directory import MAX_SERVERS, MAX_URL, Entry
+from teleloader_shared.server_summary import MAX_LOADERS, MAX_TEXT, ServerSummary, summary_of
 from tests.conftest import examples
 
 A, B = Entry("http://a", "1"), Entry("http://b", "2")
@@ -310,3 +313,52 @@ class Announcements(RuleBasedStateMachine):
 
 TestAnnouncements = Announcements.TestCase
 TestAnnouncements.settings = settings(max_examples=examples(60), stateful_step_count=40)
+
+
+# -- figures of the servers
+
+SUMMARY = ServerSummary("1", 5.0, 2, 10.0, 100.0, 0.5, None, "workers", 0.9, "Add workers.", ["k"])
+
+
+def test_heartbeats_have_the_latest_figures() -> None:
+    """A server of another release, or with invalid figures, is listed without them."""
+    registry = listing(A, B)
+    registry.announce(A, "token", LATER, SUMMARY)
+    registry.announce(B, "token", LATER)
+    assert [(found.entry, found.summary, found.lost_for) for found in registry.statuses(LATER)] == [
+        (A, SUMMARY, None), (B, None, None),
+    ]  # fmt: skip
+
+
+def test_a_server_whose_heartbeats_end_is_remembered_for_a_while() -> None:
+    """A server that withdraws is not; one that returns is listed again."""
+    registry = listing(A, B)
+    registry.withdraw("2", "token")
+    gone = LATER + TTL_S + 1
+    wait(registry, LATER, gone)
+    assert [(found.entry, found.summary, found.lost_for) for found in registry.statuses(gone)] == [(A, None, TTL_S + 1)]
+    registry.announce(A, "token", gone)
+    registry.verified(A, gone)
+    assert [found.lost_for for found in registry.statuses(gone)] == [None]
+    wait(registry, gone, gone + TTL_S + LOST_S)
+    assert registry.statuses(gone + TTL_S + LOST_S) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"busy": "1"},
+        {"workers": True},
+        {"uptime": float("inf")},
+        {"advice": "x" * (MAX_TEXT + 1)},
+        {"loaders": ["k"] * (MAX_LOADERS + 1)},
+        {"loaders": [1]},
+    ],
+)
+def test_invalid_figures_are_ignored(wrong: dict[str, object]) -> None:
+    """Types, sizes and numbers of untrusted figures are checked, because a page shows them."""
+    valid = dataclasses.asdict(SUMMARY)
+    assert summary_of(valid | {"later": 1}) == SUMMARY
+    assert summary_of(valid | wrong) is None
+    assert summary_of({}) is None
+    assert summary_of(None) is None

@@ -158,12 +158,12 @@ def top(
     url: str | list[str], view: str, sort: str | None, reverse: bool, interval: float, as_json: bool,
     trust_directory: bool,
 ) -> None:  # fmt: skip
-    """Show a sorted table of consumers, workers or datasets until Ctrl-C.
+    """Show a sorted table of consumers, workers, datasets or servers until Ctrl-C.
 
     The consumers that wait longest for data come first.
 
     \b
-      c, w, d         show consumers, workers or datasets
+      c, w, d, s      show consumers, workers, datasets or servers
       <, >, arrows    sort by the previous or the next column
       r               reverse the order
       q               quit

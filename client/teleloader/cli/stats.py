@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -19,6 +19,7 @@ from rich.text import Text
 
 from teleloader.api.credentials import Credentials
 from teleloader.cli.aggregate import merged
+from teleloader.cli.compare import ServerRow, compared, slow_servers
 from teleloader.cli.showing import Column, figure, print_json, results_console, table
 from teleloader.fleet.servers import Servers
 from teleloader.transport.interface import BatchServer
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 TIMEOUT: Final = 10.0
 """Seconds to wait for a server's response."""
+FIRST_PAUSE_S: Final = 2.0
+"""Seconds for which a server without a response is not read again, if there are others; doubled up to `MAX_PAUSE_S`."""
+MAX_PAUSE_S: Final = 30.0
 MAX_REQUESTS: Final = 32
 """Maximum number of concurrent requests."""
 VERY_WIDE: Final = 140
@@ -125,6 +129,17 @@ class Reading(NamedTuple):
     """JSON of the response; None if the request failed."""
     stats: Stats | TeleloaderError
     """The statistics, or the reason why there are none."""
+    failed_for: float = 0.0
+    """Seconds since the first failed request after the last successful one; 0 if this request was the first one."""
+
+
+class _Failure(NamedTuple):
+    reading: Reading
+    since: float
+    """Time of the first failed request."""
+    retry_at: float
+    """Time before which the server is not read again."""
+    pause: float
 
 
 class Source:
@@ -141,6 +156,8 @@ class Source:
         credentials = Credentials()
         connect = partial(server_at, timeout=TIMEOUT, credentials=credentials)
         self._servers = Servers(servers, connect, credentials, trust_directory=trust_directory)
+        self._failures: dict[str, _Failure] = {}
+        """Servers whose last request failed, by URL."""
 
     def read(self) -> list[Reading]:
         """Request the statistics of all servers, including those that run under the same supervisor.
@@ -149,14 +166,43 @@ class Source:
             TeleloaderError: If no server responds.
         """
         servers = self._servers.require()
-        readings = read_all(servers, self._limit)
+        readings = self._read(servers)
         for reading in readings:
             if isinstance(reading.stats, Stats):
                 self._servers.learn(reading.url, reading.stats.server.ports)
-        readings += read_all([server for server in self._servers.known if server not in servers], self._limit)
+        readings += self._read([server for server in self._servers.known if server not in servers])
         if all(reading.response is None for reading in readings):
             raise _failure(readings)
         return readings
+
+    def _read(self, servers: Sequence[BatchServer]) -> list[Reading]:
+        """Request statistics; a server that failed is skipped for a while, so that it does not delay the others."""
+        now = time.monotonic()
+        resting = {url: found for url, found in self._failures.items() if now < found.retry_at}
+        if all(server.url in resting for server in servers):
+            resting = {}
+        due = [server for server in servers if server.url not in resting]
+        read = {reading.url: reading for reading in read_all(due, self._limit)}
+        now = time.monotonic()
+        readings = []
+        for server in servers:
+            found = read.get(server.url)
+            if found is not None:
+                self._note(found, now)
+            failure = self._failures.get(server.url)
+            if failure is not None:
+                found = failure.reading._replace(failed_for=now - failure.since)
+            if found is not None:
+                readings.append(found)
+        return readings
+
+    def _note(self, reading: Reading, now: float) -> None:
+        """Record the result of a request."""
+        before = self._failures.pop(reading.url, None)
+        if isinstance(reading.stats, ServerUnavailable):
+            pause = FIRST_PAUSE_S if before is None else min(MAX_PAUSE_S, 2 * before.pause)
+            since = now if before is None else before.since
+            self._failures[reading.url] = _Failure(reading, since, now + pause, pause)
 
     @property
     def servers(self) -> Sequence[BatchServer]:
@@ -175,9 +221,13 @@ class Source:
         responses = [
             {
                 "url": url,
-                **({"error": str(stats), "response": response} if isinstance(stats, TeleloaderError) else response),
+                **(
+                    {"error": str(stats), "response": response, "failed_for": failed_for}
+                    if isinstance(stats, TeleloaderError)
+                    else response
+                ),
             }
-            for url, response, stats in readings
+            for url, response, stats, failed_for in readings
         ]
         return {"total": asdict(self._total(readings)), "servers": responses, "problems": self.problems}
 
@@ -304,16 +354,22 @@ def shown_together(readings: Sequence[Reading], problems: Sequence[str], stats: 
         stats: The total statistics.
         width: Width of the terminal in characters.
     """
-    rows = [(reading.url, reading.stats.server) for reading in readings if isinstance(reading.stats, Stats)]
-    errors = [str(reading.stats) for reading in readings if isinstance(reading.stats, TeleloaderError)]
+    rows = compared_servers(readings)
+    errors = [
+        f"{reading.stats}{f' (for {seconds(reading.failed_for)})' if reading.failed_for else ''}"
+        for reading in readings
+        if isinstance(reading.stats, TeleloaderError)
+    ]
     failed = f", {len(errors)} of {len(readings)} failed" if errors else ""
     headline = Text.assemble(
         (counted(len(readings), "server"), "bold"), f"{failed}, {counted(stats.server.num_workers, 'worker')}"
     )
     red = [Text(printable(error), style="bold red") for error in (*errors, *problems)]
     headlines = [headline, _figures(stats.server), *red]
-    notes = [Text(OF_ONE_SERVER, "dim")] if stats.consumers and len(rows) > 1 else []
-    return _page(stats, headlines, servers_table(sorted(rows, key=itemgetter(0)), width), width, notes)
+    notes = [Text(printable(text), style="bold yellow") for text in slow_servers(rows)]
+    if stats.consumers and len(rows) - len(errors) > 1:
+        notes.append(Text(OF_ONE_SERVER, "dim"))
+    return _page(stats, headlines, servers_table(rows, width), width, notes)
 
 
 def _page(stats: Stats, headline: Sequence[Text], middle: Group, width: int, notes: Sequence[Text] = ()) -> Group:
@@ -324,25 +380,75 @@ def _page(stats: Stats, headline: Sequence[Text], middle: Group, width: int, not
     return Group(*parts)
 
 
-def servers_table(servers: Sequence[tuple[str, ServerStats]], width: int) -> Group:
-    """Create a table of servers by URL, with their load."""
-    columns = (
-        Column("server", lambda row: row[0], least=24),
-        Column("workers", lambda row: f"{row[1].num_workers}", rank=2),
-        Column("load", lambda row: _workers(row[1].load), rank=1),
-        Column("demand", lambda row: _workers(row[1].demand), rank=3),
-        Column("batches/s", lambda row: number(row[1].batches_per_second)),
-        Column("bytes/s", lambda row: size(row[1].bytes_per_second), rank=4),
-        Column("CPUs", lambda row: f"{row[1].cpu:.1f} of {row[1].cpus}"),
-        Column("memory", lambda row: size(row[1].pss), rank=6),
-        Column("restarts", lambda row: f"{row[1].worker_restarts}", rank=5),
-        Column("state", lambda row: _state(row[1]), least=9),
-    )
-    return table(columns, servers, width)
+def compared_servers(readings: Sequence[Reading]) -> list[ServerRow]:
+    """Compare the servers, the one that needs attention most first."""
+    return compared((reading.url, reading.stats, reading.failed_for) for reading in readings)
+
+
+def _of_server(show: Callable[[ServerStats], Any], unknown: Any) -> Callable[[ServerRow], Any]:
+    """Return a function of a row that is `unknown` for servers without statistics."""
+    return lambda row: unknown if row.stats is None else show(row.stats.server)
+
+
+def _server_figure(
+    title: str, value: Callable[[ServerStats], Any], show: Callable[[Any], str], rank: int = 0
+) -> Column:
+    """Return a column of numbers of servers."""
+    return Column(title, _of_server(lambda server: show(value(server)), "-"), _of_server(value, None), rank)
+
+
+def _optional(show: Callable[[Any], str], value: Any) -> str:
+    return "-" if value is None else show(value)
+
+
+SERVER_COLUMNS: Final = (
+    Column("server", attrgetter("url"), least=26, is_name=True),
+    _server_figure("batches/s", attrgetter("batches_per_second"), number),
+    Column("share", lambda row: _optional(share, row.share), attrgetter("share"), rank=2),
+    Column("busy", lambda row: _optional(share, row.busy), attrgetter("busy"), rank=1),
+    Column("waits", lambda row: _optional(share, row.wait), attrgetter("wait"), rank=1),
+    Column("bottleneck", lambda row: "-" if row.diagnosis is None else _styled(row.diagnosis), least=10, rank=1),
+    Column(
+        "skew",
+        lambda row: "-" if row.skew is None or row.skew.work is None else f"{number(row.skew.work)}x",
+        lambda row: None if row.skew is None else row.skew.work,
+        rank=2,
+    ),
+    Column("state", lambda row: _row_state(row), least=6),
+    _server_figure("bytes/s", attrgetter("bytes_per_second"), size, 5),
+    _server_figure("workers", attrgetter("num_workers"), str, 6),
+    _server_figure("load", attrgetter("load"), lambda load: _workers(load), 7),
+    _server_figure("demand", attrgetter("demand"), lambda demand: _workers(demand), 8),
+    Column(
+        "CPUs",
+        _of_server(lambda server: f"{server.cpu:.1f} of {server.cpus}", "-"),
+        _of_server(attrgetter("cpu"), None),
+        rank=4,
+    ),
+    _server_figure("memory", attrgetter("pss"), size, 10),
+    _server_figure("restarts", attrgetter("worker_restarts"), str, 9),
+    Column("version", _of_server(attrgetter("version"), "-"), least=8, rank=11),
+    _server_figure("up", attrgetter("uptime"), seconds, 3),
+)
+"""Columns of the table of servers. The skew is the time per batch relative to the median of the other servers that
+serve the same loaders."""
+
+
+def servers_table(rows: Sequence[ServerRow], width: int) -> Group:
+    """Create a table of servers, with their load."""
+    return table(SERVER_COLUMNS, rows, width)
 
 
 def _workers(count: float | None) -> str:
     return "-" if count is None else f"{count:.1f}"
+
+
+def _row_state(row: ServerRow) -> Text:
+    if row.stats is None:
+        return Text(f"down {seconds(row.failed_for)}" if row.failed_for else "failed", "bold red")
+    if row.skew is not None and row.skew.is_slow:
+        return Text("slow", "bold red")
+    return _state(row.stats.server)
 
 
 def _state(server: ServerStats) -> Text:

@@ -31,7 +31,7 @@ OTHER_LINES: Final = 7
 
 _ARROWS: Final = {"\x1b[C": ">", "\x1b[D": "<", "\x1bOC": ">", "\x1bOD": "<"}
 _VIEW_KEYS: Final = {view.name[0]: view for view in VIEWS}
-_HELP: Final = "c consumers  w workers  d datasets   < > sort column  r reverse  q quit"
+_HELP: Final = "c consumers  w workers  d datasets  s servers   < > sort column  r reverse  q quit"
 
 
 class State(NamedTuple):

@@ -10,12 +10,15 @@ import click
 from rich.console import Group
 from rich.text import Text
 
+from teleloader.cli.compare import ServerRow, slow_servers
 from teleloader.cli.showing import Column, in_order, print_json, results_console, table
 from teleloader.cli.stats import (
     CONSUMER_COLUMNS,
+    SERVER_COLUMNS,
     WORKER_COLUMNS,
     Reading,
     Source,
+    compared_servers,
     datasets_columns,
     stages_legend,
     total,
@@ -131,8 +134,16 @@ VIEWS: Final = (
         Order("dataset", descending=False),
         legend=lambda readings, width: [stages_legend(total(readings).datasets, width)],
     ),
+    View(
+        "servers",
+        lambda readings, width: SERVER_COLUMNS,
+        compared_servers,
+        Order("skew", descending=True),
+        ServerRow.as_json,
+        legend=lambda readings, width: [Text(printable(text)) for text in slow_servers(compared_servers(readings))],
+    ),
 )
-CONSUMERS, WORKERS, DATASETS = VIEWS
+CONSUMERS, WORKERS, DATASETS, SERVERS = VIEWS
 
 
 def chosen_order(view: View, column: str | None, readings: Sequence[Reading], *, reverse: bool) -> Order:

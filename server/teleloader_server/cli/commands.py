@@ -540,7 +540,7 @@ async def _serve(
     audit.record("server_started", version=VERSION, pid=os.getpid(), url=url)
     shown = url_of(listening, web.scheme)
     banner = asyncio.create_task(show_banner(web, service, shown) if listens is None else _report(web, shown, listens))
-    announced = announcer(listener.fleet, url, web.instance_key, lambda: web.started and service.ready)
+    announced = announcer(listener.fleet, url, web.instance_key, lambda: web.started and service.ready, web.summary)
     web.before_drain = announced.leave
     try:
         await web.serve([listening])

@@ -24,6 +24,7 @@ from teleloader_server.workers.worker import end_with_parent
 from teleloader_shared.directory import DirectoryAddress, directory_address, server_url
 from teleloader_shared.exit_codes import EXIT_FAILED
 from teleloader_shared.secret import Secret
+from teleloader_shared.server_summary import ServerSummary
 
 logger = logging.getLogger("teleloader_server")
 
@@ -182,7 +183,9 @@ def advertised_url(fleet: Fleet, listening: str, host: str) -> str:
     return listening
 
 
-def announcer(fleet: Fleet, url: str, key: Secret, is_ready: Callable[[], bool]) -> Announcer:
+def announcer(
+    fleet: Fleet, url: str, key: Secret, is_ready: Callable[[], bool], summary: Callable[[], ServerSummary]
+) -> Announcer:
     """Start announcing a server in the directories of a fleet, as soon as the server is ready.
 
     Args:
@@ -190,16 +193,17 @@ def announcer(fleet: Fleet, url: str, key: Secret, is_ready: Callable[[], bool])
         url: URL of the server for clients.
         key: Secret key of the server process.
         is_ready: Function that returns True if the server can compute batches.
+        summary: Function that returns the figures of the server, for registries.
     """
-    return Announcer(list(_directories(fleet, url, key)), is_ready)
+    return Announcer(list(_directories(fleet, url, key, summary)), is_ready)
 
 
-def _directories(fleet: Fleet, url: str, key: Secret) -> Iterator[Directory]:
+def _directories(fleet: Fleet, url: str, key: Secret, summary: Callable[[], ServerSummary]) -> Iterator[Directory]:
     for address in fleet.directories:
         if address.kind == "file":
             yield FileDirectory(Path(address.path), url)
         for registry in address.urls:
-            yield RegistryDirectory(registry, url, key, fleet.token, fleet.client_tls.context)
+            yield RegistryDirectory(registry, url, key, fleet.token, fleet.client_tls.context, summary)
 
 
 def _token(path: Path | None) -> Secret | None:

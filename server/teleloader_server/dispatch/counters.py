@@ -6,6 +6,7 @@ Updating the counters takes a few additions per batch.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -122,8 +123,8 @@ class DatasetCounters:
         self.samples = 0
         self.waiting = 0.0
         """Total seconds for which consumers waited for batches that were not ready."""
-        self.computed_window = RateWindow(now, 0)
-        """Sliding window of the number of computed samples."""
+        self.computed_window = RateWindow(now, 0, 0)
+        """Sliding window of the numbers of computed samples and failed batches."""
         self.sent_window = RateWindow(now, 0, 0)
         """Sliding window of the numbers of sent batches and bytes."""
         self.slow_from = 0.0
@@ -135,8 +136,13 @@ class DatasetCounters:
 
     def mark(self, now: float) -> None:
         """Record the current totals in the rate windows."""
-        self.computed_window.mark(now, self.samples)
+        self.computed_window.mark(now, self.samples, self.failed)
         self.sent_window.mark(now, self.sent, self.nbytes)
+
+    def latest(self, now: float) -> tuple[float, ...]:
+        """Return the sent batches/s and bytes/s, computed samples/s and failed batches/s since the latest sample."""
+        sent = self.sent_window.latest(now, self.sent, self.nbytes)
+        return *sent, *self.computed_window.latest(now, self.samples, self.failed)
 
     def slow(self, seconds: float, task: Task, sample: int | None) -> None:
         """Record a batch with its fetch time in seconds and its slowest sample; keep only the `SLOWEST` slowest."""
@@ -292,6 +298,21 @@ class Recent(NamedTuple):
     """Rates per second of the client's totals; None if the client does not report them."""
 
 
+class Latest(NamedTuple):
+    """Rates of a training loop since the latest sample of its totals."""
+
+    batches: float
+    """Consumed batches/s; sent batches/s if the client does not report them."""
+    nbytes: float
+    """Sent bytes/s."""
+    waiting: float
+    """Fraction of the time during which a requested batch was not ready."""
+    sending: float
+    """Fraction of the time during which a response was being sent."""
+    data_wait: float
+    """Fraction of the time during which the training loop waited for data; NaN without a new report."""
+
+
 class LoopCounters:
     """Counters of one training loop over all its iterations, because a single epoch may be too short for rates.
 
@@ -370,6 +391,16 @@ class LoopCounters:
         self._taken_window.mark(now, self._taken)
         if self._reported is not None:
             self._reported.mark(*self._last_reported)
+
+    def latest(self, now: float) -> Latest:
+        """Return the rates since the latest call of `mark`."""
+        sent, nbytes, waiting, sending = self._window.latest(now, *self._totals(now))
+        wait = math.nan
+        if self._reported is not None:
+            elapsed, *last = self._last_reported
+            wait = self._reported.latest(elapsed, *last)[0]
+        taken = sent if self._reported_at is None else self._taken_window.latest(now, self._taken)[0]
+        return Latest(taken, nbytes, as_share(waiting), as_share(sending), wait if math.isnan(wait) else as_share(wait))
 
     def recent(self, now: float) -> Recent:
         """Return the recent rates of the training loop.
@@ -785,6 +816,10 @@ class Counters:
             (c for c in self._loops.values() if now - c.last_request <= KEEP_LOOPS), key=lambda c: c.last_request
         )
         self._kept = recent[-MAX_KEPT_LOOPS:]
+
+    def num_active(self, now: float) -> int:
+        """Return the number of training loops with a request in the last `WINDOW` seconds."""
+        return sum(now - loop.last_request <= WINDOW for loop in self._kept)
 
     def pool(self) -> PoolCounters:
         """Create the counters of a new worker pool."""

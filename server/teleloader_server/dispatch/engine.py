@@ -18,6 +18,7 @@ from teleloader_server import audit, request_ids
 from teleloader_server.dispatch.counters import FETCH, ConsumerCounters, Counters, EngineSource, PoolCounters
 from teleloader_server.dispatch.dispatcher import Dispatcher
 from teleloader_server.dispatch.quotas import Memory, Quota
+from teleloader_server.dispatch.rates import as_share
 from teleloader_server.dispatch.records import Batch, Consumer, Loader, PendingRequest, RangeRequest, ReadyFrame
 from teleloader_server.dispatch.stragglers import MAX_SUSPECTS
 from teleloader_server.dispatch.tracing import Made, RequestTrace
@@ -486,18 +487,31 @@ class Engine:
         """Return a pair for each worker: its state, and True if a batch is assigned to the worker."""
         return [(state, self._dispatcher.is_busy(state.worker)) for state in self.pool.workers()]
 
-    def mark_workers(self, now: float) -> None:
-        """Sample the busy time of workers; called about once per second."""
+    def mark_workers(self, now: float) -> list[float]:
+        """Sample the busy time of workers; called about once per second.
+
+        Returns:
+            The busy fraction of each worker since the latest sample.
+        """
+        busy = []
         for state in self.pool.workers():
             place = self.tally.workers[state.worker]
-            place.window.mark(now, *place.totals(state.working_for))
+            totals = place.totals(state.working_for)
+            busy.append(as_share(place.window.latest(now, *totals)[0]))
+            place.window.mark(now, *totals)
         self.tally.memory_window.mark(now, self.tally.memory_full.until(now))
+        return busy
 
     @property
     def idle(self) -> float:
         """Seconds since the last request or heartbeat; 0 while a request is open."""
         is_awaited = any(consumer.requests for consumer in self._dispatcher.consumers())
         return 0.0 if is_awaited else time.monotonic() - self._last_used
+
+    @property
+    def prefetched(self) -> int:
+        """Number of batches, computed or in progress, that a consumer has not received."""
+        return self._dispatcher.store.num_wanted
 
     @property
     def memory_used(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Final
 
@@ -41,6 +42,12 @@ class RateWindow:
         span = self.span(now)
         _, before = self._marks[0]
         return tuple((value - then) / span if span > 0 else 0.0 for value, then in zip(values, before, strict=True))
+
+    def latest(self, now: float, *values: float) -> Values:
+        """Return the rate of change per second of each total since the latest sample; NaN if no time has passed."""
+        then, before = self._marks[-1]
+        span = now - then
+        return tuple((value - old) / span if span > 0 else math.nan for value, old in zip(values, before, strict=True))
 
     def span(self, now: float) -> float:
         """Return the seconds from the oldest sample in the window until `now`."""

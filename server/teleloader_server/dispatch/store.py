@@ -64,6 +64,11 @@ class Store:
 
     # -- batches
 
+    @property
+    def num_wanted(self) -> int:
+        """Number of batches, computed or in progress, that a consumer wants."""
+        return self._count - len(self._unwanted)
+
     def batch(self, batch_id: BatchId) -> Batch:
         """Return a batch, which must be stored or in progress."""
         return self._epochs[batch_id.loader, batch_id.epoch].batches[batch_id.batch]

@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import httpx
 
@@ -28,6 +29,7 @@ from teleloader_server.fleet.responses import NO_TLS, read_object
 from teleloader_shared.directory import port_of, server_url
 from teleloader_shared.messages import NO_PAGE_HEADER, SERVERS_PATH
 from teleloader_shared.secret import Secret
+from teleloader_shared.server_summary import ServerSummary
 from teleloader_shared.text import sentence
 
 TOKEN_VARIABLE: Final = "TELELOADER_ANNOUNCE_TOKEN"  # noqa: S105 - a name, not a token
@@ -96,6 +98,7 @@ class RegistryDirectory:
         key: Secret key of this server process.
         token: Function that returns the token with the scope ``announce``; None for a registry without tokens.
         context: Function that returns the TLS context for an https registry.
+        summary: Function that returns the figures of this server, which the registry's dashboard shows.
     """
 
     def __init__(
@@ -105,9 +108,11 @@ class RegistryDirectory:
         key: Secret,
         token: Callable[[], Secret | None],
         context: Callable[[], ssl.SSLContext],
+        summary: Callable[[], ServerSummary] | None = None,
     ) -> None:
         self.name = registry
         self._announcement = {"url": url, "instance_key": key}
+        self._summary = summary
         self._instance = instance_of(key)
         self._token = token
         self._context = context
@@ -115,7 +120,8 @@ class RegistryDirectory:
 
     async def announce(self) -> None:
         """Send an announcement; the first one also makes the registry verify the URL."""
-        await self._request("POST", SERVERS_PATH, json=self._announcement)
+        figures = {} if self._summary is None else {"summary": asdict(self._summary())}
+        await self._request("POST", SERVERS_PATH, json=self._announcement | figures)
 
     async def withdraw(self) -> None:
         """Withdraw the announcement, and close the connection."""
@@ -124,7 +130,7 @@ class RegistryDirectory:
         finally:
             await self._close()
 
-    async def _request(self, method: str, path: str, json: dict[str, str] | None = None) -> None:
+    async def _request(self, method: str, path: str, json: dict[str, Any] | None = None) -> None:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 client = self._connect()

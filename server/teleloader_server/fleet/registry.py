@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from teleloader_shared.directory import MAX_SERVERS, Entry
+from teleloader_shared.server_summary import ServerSummary
 
 TTL_S: Final = 3.0
 """Seconds after its last heartbeat for which a server is listed."""
@@ -33,6 +34,11 @@ MAX_PENDING_PER_TOKEN: Final = 64
 """Servers of one token that are verified at the same time, so that URLs without a response delay no server of
 another token."""
 
+MAX_LOST: Final = 256
+"""Servers without heartbeats that are remembered."""
+LOST_S: Final = 600.0
+"""Seconds for which they are remembered."""
+
 Outcome = Literal["listed", "verify", "pending", "full"]
 """Outcome of an announcement: the server is listed; the caller must verify it; a verification is pending; or a limit
 of the registry is reached."""
@@ -44,6 +50,17 @@ class _Announced:
     owner: str
     """Name of the token with which it was announced; no other token may withdraw it."""
     heartbeat: float
+    summary: ServerSummary | None = None
+    """Figures in its latest heartbeat."""
+
+
+class ServerStatus(NamedTuple):
+    """Server that is listed, or whose heartbeats have ended."""
+
+    entry: Entry
+    summary: ServerSummary | None
+    lost_for: float | None
+    """Seconds since the last heartbeat of a server that is no longer listed; None for a listed one."""
 
 
 def instance_of(key: str) -> str:
@@ -69,15 +86,18 @@ class Registry:
         """By URL, the oldest heartbeat first."""
         self._pending: OrderedDict[Entry, _Announced] = OrderedDict()
         """Servers that are being verified, the oldest announcement first."""
+        self._lost: OrderedDict[str, _Announced] = OrderedDict()
+        """Servers that did not withdraw and whose heartbeats have ended, by URL, in this order."""
         self._all: tuple[OrderedDict[Any, _Announced], ...] = (self._listed, self._pending)
 
-    def announce(self, entry: Entry, owner: str, now: float) -> Outcome:
+    def announce(self, entry: Entry, owner: str, now: float, summary: ServerSummary | None = None) -> Outcome:
         """Record an announcement or heartbeat.
 
         Args:
             entry: The server; its instance must not be empty.
             owner: Name of the token with which it is announced.
             now: The time.
+            summary: Figures of the server.
 
         Returns:
             The outcome. After ``"verify"``, the caller must check that the process at the URL is this instance, and
@@ -85,6 +105,8 @@ class Registry:
         """
         self._advance(now)
         outcome = self._record(entry, owner, now)
+        if outcome == "listed":
+            self._listed[entry.url].summary = summary
         if outcome == "full":
             self._delay_list(now)
         return outcome
@@ -119,6 +141,7 @@ class Registry:
         announced.heartbeat = now
         self._listed[entry.url] = announced
         self._listed.move_to_end(entry.url)
+        self._lost.pop(entry.url, None)
         self._delay_list(now)
         return True
 
@@ -129,7 +152,7 @@ class Registry:
     def withdraw(self, instance: str, owner: str) -> bool:
         """Remove a server that stops; return False if this instance was not announced with this token."""
         withdrawn = 0
-        for servers in self._all:
+        for servers in (*self._all, self._lost):
             mine = [key for key, known in servers.items() if known.entry.instance == instance and known.owner == owner]
             for key in mine:
                 del servers[key]
@@ -147,6 +170,13 @@ class Registry:
             return ()
         return tuple(announced.entry for announced in self._listed.values())
 
+    def statuses(self, now: float) -> list[ServerStatus]:
+        """Return the listed servers with their figures, and those whose heartbeats have ended in the last `LOST_S`."""
+        self._advance(now)
+        listed = [ServerStatus(found.entry, found.summary, None) for found in self._listed.values()]
+        lost = [ServerStatus(found.entry, None, now - found.heartbeat) for found in self._lost.values()]
+        return listed + lost
+
     def _delay_list(self, now: float) -> None:
         """Record that further servers probably join, if the list is not published yet."""
         if now < self._published_at:
@@ -154,7 +184,8 @@ class Registry:
 
     def _advance(self, now: float) -> None:
         """Start anew after a pause, and remove servers without heartbeats."""
-        if now - self._called > MAX_GAP_S:
+        was_paused = now - self._called > MAX_GAP_S
+        if was_paused:
             self._started = now
             self._published_at = now + STARTUP_DELAY_S
         self._called = now
@@ -164,3 +195,11 @@ class Registry:
                 if now - oldest.heartbeat <= TTL_S:
                     break
                 del servers[key]
+                if servers is self._listed and not was_paused:  # otherwise the heartbeats were only not read
+                    self._lost[oldest.entry.url] = oldest
+                    self._lost.move_to_end(oldest.entry.url)
+        while self._lost:
+            key, oldest = next(iter(self._lost.items()))
+            if len(self._lost) <= MAX_LOST and now - oldest.heartbeat <= LOST_S:
+                break
+            del self._lost[key]

@@ -1,6 +1,7 @@
 """Collection of the ``/stats`` statistics, computed from counters on request.
 
-Totals are sampled once a second, for recent rates. All other work is done on request.
+Totals are sampled once a second, for recent rates and for the history of the last hour (`recorder`). All other work is
+done on request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final, NamedTuple, TypeVar
 from teleloader_server.dispatch.counters import BatchSeconds, ConsumerCounters, LoopCounters
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
-from teleloader_server.dispatch.records import Consumer, Loader
+from teleloader_server.dispatch.records import Consumer, Loader, training_loop
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.replay import Replayed
@@ -37,15 +38,18 @@ from teleloader_server.stats.evidence import (
 )
 from teleloader_server.stats.links import measure
 from teleloader_server.stats.machine import MachineUse, MainThread
+from teleloader_server.stats.recorder import LoopKey, Recorder, Tick
 from teleloader_server.stats.worker_history import WorkerHistory
 from teleloader_server.workers import procfs
 from teleloader_server.workers.pool import WorkerState
 from teleloader_server.workers.procfs import NO_MEMORY, CpuUse, Memory
 from teleloader_shared.codec import BatchId
 from teleloader_shared.histogram import Histogram
+from teleloader_shared.history import History
 from teleloader_shared.inspection import WorkerDetail, WorkerStack, WorkerTask
 from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.messages import PREVIEW, DatasetInfo, ReceivingTotals
+from teleloader_shared.server_summary import ServerSummary
 from teleloader_shared.spec import MAX_EPOCH
 from teleloader_shared.stats import WINDOW, ConsumerStats, DatasetStats, ServerStats, Stats, TokenStats, WorkerStats
 from teleloader_shared.version import VERSION
@@ -117,6 +121,7 @@ class StatsCollector:
         self._measuring: asyncio.Task[dict[int | None, Memory]] | None = None
         self._measured_for: set[int | None] = set()
         self._measure_again = 0.0
+        self._recorder = Recorder(service, now)
 
     # -- sampling
 
@@ -133,12 +138,13 @@ class StatsCollector:
             self._num_samples += 1
             self._total_lag += lag
             self.lag.observe((lag,))
-            await self._mark(now)
-            self._main.mark(now)
+            await self._mark(now, lag)
             if number % MARKS_PER_CPU == 0:
                 self._cpu.sample(self._pids(self._service.engines.started()))
                 self._sample_workers(now)
                 self._machine.sample()
+                self._recorder.set_machine_cpu(self._cpu.idle_fraction())
+                await self._diagnose(now)
 
     def _sample_workers(self, now: float) -> None:
         found = [
@@ -150,15 +156,39 @@ class StatsCollector:
         used = [(key, pid, procfs.resident_bytes(pid), self._cpu.last(pid)) for key, pid in found]
         self._workers.sample(now, used)
 
-    async def _mark(self, now: float) -> None:
+    async def _mark(self, now: float, lag: float) -> None:
         self._lag_window.mark(now, self._num_samples, self._total_lag)
         engines = self._service.engines.started()
-        for engine in engines:
-            engine.mark_workers(now)
+        busy = [share for engine in engines for share in engine.mark_workers(now)]
+        self._recorder.record(now, engines, Tick(lag, self._main.mark(now), busy))
         marked = [*self._counters.marked(), *itertools.chain.from_iterable(engine.tally.marked() for engine in engines)]
         async for counters in _in_slices(marked):
             counters.mark(now)
         self._counters.keep_recent(now)
+
+    async def _diagnose(self, now: float) -> None:
+        """Diagnose the active training loops whose history is kept."""
+        self._recorder.begin_diagnoses()
+        if self._counters.num_active(now):
+            snapshots = [self._snapshot(engine, now) for engine in self._service.engines.started()]
+            server = self._server(snapshots, {}, now)
+            machine = self._machine.current(server.cpus, server.cpu, self._cpu.idle_fraction())
+            main = self._main.current(now, server.event_loop_lag)
+            loads = {snapshot.engine: _load(snapshot, [], server, machine, main) for snapshot in snapshots}
+            async for engine, sample in _in_slices(await self._samples(snapshots, now)):
+                if sample.is_latest and sample.recent.idle <= WINDOW:
+                    self._record_diagnosis(sample, loads[engine], now)
+        self._recorder.end_diagnoses()
+
+    def _record_diagnosis(self, sample: _ConsumerSample, by: PoolLoad, now: float) -> None:
+        consumer, loop = sample.consumer, sample.tally.loop
+        name = training_loop(consumer.name)
+        key = LoopKey(consumer.principal_share.quota.name, name, consumer.loader.spec.dataset)
+        state = self._recorder.keeps(key, loop, consumer.loader.key, sample.tally.run, now)
+        if state is not None:
+            link = measure(loop.connections, now)
+            found = diagnose(sample.recent._replace(link=link), by)
+            self._recorder.diagnosed(state, found, None if link is None else link.rtt)
 
     @staticmethod
     def _pids(engines: Iterable[Engine]) -> set[int | None]:
@@ -227,6 +257,23 @@ class StatsCollector:
 
     def _engine(self, pool: str | None) -> Engine | None:
         return next((each for each in self._service.engines.started() if each.source.session == pool), None)
+
+    def history(
+        self,
+        *,
+        since: int | None = None,
+        until: int | None = None,
+        step: int = 1,
+        dataset: str | None = None,
+        consumer: str | None = None,
+    ) -> History:
+        """Return the content of ``/stats/history``; see `Recorder.history`."""
+        now = time.monotonic()
+        return self._recorder.history(now, since=since, until=until, step=step, dataset=dataset, consumer=consumer)
+
+    def summary(self) -> ServerSummary:
+        """Return the figures for the announcements of this server."""
+        return self._recorder.summary(time.monotonic())
 
     async def stats(self, limit: int = DEFAULT_CONSUMERS, offset: int = 0) -> Stats:
         """Return the content of ``/stats``, with up to `limit` consumers starting at `offset`."""
@@ -370,7 +417,7 @@ class StatsCollector:
 
     def _dataset(self, info: DatasetInfo, now: float) -> DatasetStats:
         tally = self._counters.datasets[info.name]
-        (samples,) = tally.computed_window.rates(now, tally.samples)
+        samples, _ = tally.computed_window.rates(now, tally.samples, tally.failed)
         return DatasetStats(
             dataset=info.name,
             kind=info.kind,

@@ -48,11 +48,18 @@ class MainThread:
         times = self._thread.times()
         self._window = None if times is None else RateWindow(now, *times)
 
-    def mark(self, now: float) -> None:
-        """Sample the totals; called about once per second, in the same thread."""
+    def mark(self, now: float) -> float | None:
+        """Sample the totals; called about once per second, in the same thread.
+
+        Returns:
+            The fraction of the time since the latest sample for which the thread computed; None if unknown.
+        """
         times = self._thread.times()
-        if self._window is not None and times is not None:
-            self._window.mark(now, *times)
+        if self._window is None or times is None:
+            return None
+        cpu = self._window.latest(now, *times)[0]
+        self._window.mark(now, *times)
+        return as_share(cpu)
 
     def current(self, now: float, lag: float) -> MainProcess:
         """Return the recent use.

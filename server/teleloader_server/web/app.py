@@ -43,6 +43,7 @@ from teleloader_server.web.uvicorn_members import check_members
 from teleloader_server.web.websocket import MAX_MESSAGE_BYTES, WebSocketConnection
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.secret import Secret
+from teleloader_shared.server_summary import ServerSummary
 from teleloader_shared.version import VERSION
 
 KEEP_ALIVE: Final = 75
@@ -205,6 +206,10 @@ class Server(uvicorn.Server):
     def should_exit(self, told: bool) -> None:
         if told:
             self._exit_requested.set()
+
+    def summary(self) -> ServerSummary:
+        """Return the figures for the announcements of this server; must be called in the server's event loop."""
+        return self._collector.summary()
 
     @property
     def scheme(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Final, cast
+from dataclasses import asdict
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response
@@ -11,15 +12,16 @@ from fastapi.responses import JSONResponse
 
 from teleloader_server.fleet.registry import MAX_PENDING_PER_TOKEN, MAX_SERVERS_PER_TOKEN, Registry, instance_of
 from teleloader_server.fleet.verification import Unverified, is_loopback, verify
-from teleloader_server.permissions import ANNOUNCE, READ, needs
+from teleloader_server.permissions import ANNOUNCE, READ, STATS, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, address_of, caller_of, refuse_remote_without_token
 from teleloader_server.web.small_bodies import read_object
 from teleloader_shared.directory import MAX_SERVERS, Entry, server_url
 from teleloader_shared.errors import ServerUnavailable
-from teleloader_shared.messages import SERVERS_PATH
+from teleloader_shared.messages import SERVERS_PATH, STATS_PATH
+from teleloader_shared.server_summary import ServerSummary, summary_of
 
-MAX_ANNOUNCEMENT_BYTES: Final = 4096
+MAX_ANNOUNCEMENT_BYTES: Final = 8192
 MIN_KEY: Final = 32
 """Minimum length of the secret key in an announcement, in characters, against guessing."""
 MAX_KEY: Final = 128
@@ -42,6 +44,27 @@ def make_servers_router() -> APIRouter:
         listed = _registry_of(request).servers(time.monotonic())
         return {"servers": [entry._asdict() for entry in listed if local or not is_loopback(_host_of(entry))]}
 
+    @router.get(
+        STATS_PATH + "/servers",
+        summary="Announced servers with their figures, and servers whose announcements have ended",
+    )
+    @needs(STATS)
+    async def statuses(request: Request) -> dict[str, Any]:
+        local = is_loopback(address_of(request))
+        found = _registry_of(request).statuses(time.monotonic())
+        return {
+            "instance": instance_of(request.app.state.instance_key),
+            "servers": [
+                {
+                    **status.entry._asdict(),
+                    "lost_for": status.lost_for,
+                    "summary": None if status.summary is None else asdict(status.summary),
+                }
+                for status in found
+                if local or not is_loopback(_host_of(status.entry))
+            ],
+        }
+
     @router.post(
         SERVERS_PATH,
         summary="Announce a server, or renew its announcement",
@@ -50,9 +73,9 @@ def make_servers_router() -> APIRouter:
     @needs(ANNOUNCE)
     async def announce(request: Request) -> Response:
         refuse_remote_without_token(request)
-        entry = await _announced(request)
+        entry, summary = await _announced(request)
         owner, registry = caller_of(request).authorize(ANNOUNCE).name, _registry_of(request)
-        outcome = registry.announce(entry, owner, time.monotonic())
+        outcome = registry.announce(entry, owner, time.monotonic(), summary)
         if outcome == "verify":
             outcome = "listed" if await _is_verified(request, entry, owner) else "full"
         if outcome == "full":
@@ -90,14 +113,14 @@ async def _is_verified(request: Request, entry: Entry, owner: str) -> bool:
         registry.refuted(entry)  # no-op if it is listed
 
 
-async def _announced(request: Request) -> Entry:
-    """Return the server that the body of a request announces."""
+async def _announced(request: Request) -> tuple[Entry, ServerSummary | None]:
+    """Return the server that the body of a request announces, and its figures if they are valid."""
     content = await read_object(request, MAX_ANNOUNCEMENT_BYTES)
     key = content.get("instance_key")
     if not isinstance(key, str) or not MIN_KEY <= len(key) <= MAX_KEY or not key.isascii():
         raise HttpProblem(422, "InvalidRequest", f"{_EXPECTED}, with a key of {MIN_KEY} to {MAX_KEY} ASCII characters")
     try:
-        return Entry(server_url(content.get("url")), instance_of(key))
+        return Entry(server_url(content.get("url")), instance_of(key)), summary_of(content.get("summary"))
     except ValueError as error:
         raise HttpProblem(422, "InvalidRequest", str(error)) from None
 

@@ -14,20 +14,24 @@ from starlette.types import Receive, Scope, Send
 
 from teleloader_server.fleet.registry import instance_of
 from teleloader_server.permissions import STATS, UNCHECKED, needs
+from teleloader_server.problems import HttpProblem
 from teleloader_server.stats.collector import DEFAULT_CONSUMERS, StatsCollector
 from teleloader_server.stats.prometheus import Sources, exposed
+from teleloader_server.stats.recorder import UnknownSeries
 from teleloader_server.web.authentication import GuardedRoute, caller_of
 from teleloader_server.web.batches import service_of
 from teleloader_server.web.guard import calling_on_disconnect
 from teleloader_server.web.problem_responses import Problem
 from teleloader_shared.errors import AccessDenied, ServerUnavailable
-from teleloader_shared.messages import HEALTH_PATH, STATS_PATH
+from teleloader_shared.history import HISTORY_S, History
+from teleloader_shared.messages import HEALTH_PATH, HISTORY_PATH, STATS_PATH
 from teleloader_shared.stats import Stats
 
 MAX_CONSUMERS: Final = 1000
 """Maximum number of consumers in one response; they take about 1 MB."""
 MAX_ACCEPT: Final = 1000
 """Number of characters of the Accept header that are parsed."""
+MAX_SECOND: Final = 2**53
 MAX_WATCHERS: Final = 16
 """Maximum number of open event streams."""
 
@@ -35,6 +39,7 @@ Limit = Annotated[int, Query(ge=0, le=MAX_CONSUMERS, description="maximum number
 Offset = Annotated[int, Query(ge=0, description="number of most recently active consumers to skip")]
 
 _records: Final = TypeAdapter(Stats)
+_history: Final = TypeAdapter(History)
 
 
 class StatsStream(Response):
@@ -99,6 +104,30 @@ def _add_stats(router: APIRouter) -> None:
         # encoded here: FastAPI would validate all records first
         records = await _stats_for(request, limit, offset)
         return Response(_records.dump_json(records), media_type="application/json")
+
+    @router.get(
+        HISTORY_PATH,
+        summary="Series of the last hour with one value per second, with events and diagnoses",
+        response_model=History,
+    )
+    @needs(STATS)
+    async def history(
+        request: Request,
+        since: Annotated[int | None, Query(ge=0, le=MAX_SECOND, description="first second; default: all kept")] = None,
+        until: Annotated[int | None, Query(ge=0, le=MAX_SECOND, description="second after the last one")] = None,
+        step: Annotated[int, Query(ge=1, le=HISTORY_S, description="minimum seconds per point")] = 1,
+        dataset: Annotated[str | None, Query(max_length=1000, description="series of this dataset")] = None,
+        consumer: Annotated[
+            str | None, Query(max_length=64, description="series of the training loop with this id")
+        ] = None,
+    ) -> Response:
+        try:
+            found = _collector_of(request).history(
+                since=since, until=until, step=step, dataset=dataset, consumer=consumer
+            )  # fmt: skip
+        except UnknownSeries as error:
+            raise HttpProblem(404, "NotFound", str(error)) from None
+        return Response(_history.dump_json(found), media_type="application/json")
 
     @router.get(
         STATS_PATH + "/stream",

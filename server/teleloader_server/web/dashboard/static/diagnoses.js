@@ -18,6 +18,8 @@ const ORDER = Object.keys(BOUNDS);
 
 const keyOf = ({ diagnosis }) => (diagnosis.bottleneck in BOUNDS ? diagnosis.bottleneck : "unknown");
 
+export const labelOf = (bottleneck) => BOUNDS[bottleneck] ?? BOUNDS.unknown;
+
 export const boundOf = (consumer) => BOUNDS[keyOf(consumer)];
 
 // A consumer's name is chosen by its client: clients with different tokens may choose the same one.

@@ -7,24 +7,23 @@ import { Crowd } from "./crowd.js";
 import { DatasetList } from "./datasets.js";
 import { ErrorList } from "./errors.js";
 import { Header } from "./header.js";
+import { HistoryView } from "./history.js";
 import { Links } from "./links.js";
 import { ServerFigures } from "./server.js";
 import { ServerList } from "./servers.js";
 import { SignIn } from "./signin.js";
 import { SlowList } from "./slow.js";
 import { follow } from "./stream.js";
-import { Throughput } from "./throughput.js";
 import { Timeline } from "./timeline.js";
 import { WorkerPage } from "./worker.js";
 import { WorkerTable } from "./workers.js";
 
 const crowd = new Crowd();
 const header = new Header();
-const throughput = new Throughput();
 const workers = new WorkerTable();
 const batch = new BatchView();
 const signIn = new SignIn();
-const shown = [header, new Answer(), new ServerList(), throughput, new ServerFigures(), new ConsumerTable(), workers,
+const shown = [header, new Answer(), new ServerList(), new HistoryView(), new ServerFigures(), new ConsumerTable(), workers,
   new DatasetList(), new ErrorList(), new SlowList(), batch, new Links(batch, new WorkerPage())];
 
 new Timeline();
@@ -39,14 +38,10 @@ follow(
   () => signIn.admitted(),
   (stats) => {
     latest = { stats, consumers: crowd.take(stats) };
-    throughput.note(stats.server);
     workers.note(stats.workers);
     if (!document.hidden) show();
   },
-  () => {
-    throughput.interrupt();
-    header.lose();
-  },
+  () => header.lose(),
 );
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) show();
