@@ -719,7 +719,7 @@ class DataLoader(Generic[Batch]):
         position.check()
         identity, generators = self._identity(order, spec), self._random_state(order).save()
         return state.save(
-            position, identity, order.global_batch_size(spec), generators, _unit(spec), algorithms_of(spec)
+            position, identity, order.global_batch_size(spec), generators, _unit(spec), order.algorithms(spec)
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -742,7 +742,7 @@ class DataLoader(Generic[Batch]):
         """
         order, spec = self._order, self.spec
         position, generators = state.load(
-            state_dict, self._identity(order, spec), order.global_batch_size(spec), _unit(spec), algorithms_of(spec)
+            state_dict, self._identity(order, spec), order.global_batch_size(spec), _unit(spec), order.algorithms(spec)
         )
         order.resume(position)
         self._random_state(order).restore(generators)
@@ -796,11 +796,6 @@ def live_loaders() -> list[tuple[int, DataLoader[Any]]]:
     """Return the loaders of this process that exist, with their sequence numbers; may be called in any thread."""
     found = ((reference.key, reference()) for reference in _loaders.valuerefs())
     return [(number, loader) for number, loader in found if loader is not None]
-
-
-def algorithms_of(spec: LoaderSpec) -> frozenset[str]:
-    """Return the names of the algorithms that determine the batches, on the server and in this process."""
-    return spec.algorithms | ({"sampling"} if spec.order == "client" else set())
 
 
 def _unit(spec: LoaderSpec) -> str:

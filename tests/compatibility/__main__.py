@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from teleloader.loader import algorithms_of
 from teleloader_shared.algorithms import ALGORITHMS
 from teleloader_shared.version import VERSION
-from tests.compatibility.cases import BEFORE, CASES, digest, hosted, loader_of
+from tests.compatibility.cases import BEFORE, CASES, algorithms_of, digest, hosted, loader_of
 from tests.compatibility.test_saved_states import STATES
 
 
@@ -31,7 +30,7 @@ def recorded(case: str, url: str) -> dict[str, Any]:
     saved = loader.state_dict()
     resumed = loader_of(case, url)
     resumed.load_state_dict(saved)
-    versions = {name: len(ALGORITHMS[name]) for name in sorted(algorithms_of(loader.spec))}
+    versions = {name: len(ALGORITHMS[name]) for name in sorted(algorithms_of(loader))}
     return {"algorithms": versions, "state": saved, "digest": digest(resumed)}
 
 

@@ -128,6 +128,11 @@ def loader_of(case: str, url: str) -> DataLoader:
     return DataLoader(Mixture(sources, weights={"numbers": 3, "more": 1}, samples=samples), **options)
 
 
+def algorithms_of(loader: DataLoader) -> frozenset[str]:
+    """Return the names of the algorithms that determine a loader's batches."""
+    return loader._order.algorithms(loader.spec)
+
+
 def digest(loader: DataLoader) -> str:
     """Return a digest of the rest of the epoch and of the first batches of the next one, bit for bit."""
     hasher = hashlib.sha256()
