@@ -42,6 +42,13 @@ class Numbers:
         }
 
 
+class Large(Numbers):
+    """Dataset with more samples than the permutation sorts (`permutation.SORTED_UP_TO`)."""
+
+    def __len__(self) -> int:
+        return 5000
+
+
 class Fragile(Numbers):
     """Dataset that fails for every ninth sample."""
 
@@ -81,19 +88,36 @@ class Stream:
 
 
 DATASETS: Final[dict[str, type[Any]]] = {
-    "numbers": Numbers, "more": Numbers, "fragile": Fragile, "text": Texts, "padded": Padded, "stream": Stream,
+    "numbers": Numbers, "more": Numbers, "fragile": Fragile, "large": Large, "text": Texts, "padded": Padded, "stream": Stream,
 }  # fmt: skip
 SHUFFLED: Final[dict[str, Any]] = {"batch_size": 4, "shuffle": True, "seed": 7}
 
 CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "sequential": ("numbers", {"batch_size": 4, "seed": 7}),
     "shuffled": ("numbers", SHUFFLED),
+    "shuffled-large": ("large", {**SHUFFLED, "batch_size": 64}),
     "single-samples": ("numbers", {"batch_size": None, "shuffle": True, "seed": 7}),
     "drop-last": ("numbers", {**SHUFFLED, "batch_size": 7, "drop_last": True}),
     "rank-pad": ("numbers", {**SHUFFLED, "rank": 1, "world_size": 3}),
     "rank-uneven": ("numbers", {**SHUFFLED, "rank": 2, "world_size": 3, "tail": "uneven"}),
     "rank-drop": ("numbers", {**SHUFFLED, "rank": 0, "world_size": 3, "tail": "drop"}),
     "mixture": ("mixture", {**SHUFFLED, "samples": 120}),
+    "rank-mixture": ("mixture", {**SHUFFLED, "samples": 120, "rank": 1, "world_size": 2}),
+    "rank-balance": ("padded", {**SHUFFLED, "rank": 1, "world_size": 2, "balance": LengthBalance(window=40)}),
+    "rank-max-tokens": (
+        "padded",
+        {
+            "shuffle": True,
+            "seed": 7,
+            "rank": 1,
+            "world_size": 2,
+            "balance": LengthBalance(max_tokens=256, window=48, group=2),
+        },
+    ),
+    "rank-packing": (
+        "text",
+        {**SHUFFLED, "rank": 1, "world_size": 2, "packing": Packing(sequence_length=32, window=60)},
+    ),
     "skip": ("fragile", {**SHUFFLED, "on_error": "skip", "max_errors": 0.5}),
     "replace": ("fragile", {**SHUFFLED, "on_error": "replace", "max_errors": 0.5}),
     "balance": ("padded", {**SHUFFLED, "balance": LengthBalance(window=40)}),
