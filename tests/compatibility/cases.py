@@ -88,7 +88,8 @@ class Stream:
 
 
 DATASETS: Final[dict[str, type[Any]]] = {
-    "numbers": Numbers, "more": Numbers, "fragile": Fragile, "large": Large, "text": Texts, "padded": Padded, "stream": Stream,
+    "numbers": Numbers, "more": Numbers, "fragile": Fragile, "large": Large, "text": Texts, "padded": Padded,
+    "stream": Stream,
 }  # fmt: skip
 SHUFFLED: Final[dict[str, Any]] = {"batch_size": 4, "shuffle": True, "seed": 7}
 
