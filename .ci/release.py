@@ -1,7 +1,7 @@
 """Prepare a release: `release.py VERSION [--key SSH_KEY] [--skip-tests]`; writes build/release.
 
-Checks the tree, the version and the changelog, runs the checks of .ci/run, builds wheel and sdist twice from the commit,
-checks their metadata, and writes an SBOM, checksums, a signature and release notes. Publishes nothing, and creates no
+Checks the tree, the version and the changelog, runs the checks of .ci/run, builds wheel and sdist twice from the
+commit, checks their metadata, and writes an SBOM, checksums, a signature and release notes. Publishes nothing, and creates no
 tag: the last lines of the output have the remaining commands. The newest tag is the release that
 tests/deploy/test_versions.py compares with, so the tag is the only place that names it.
 """
@@ -94,10 +94,9 @@ def images() -> Iterator[tuple[str, str]]:
 def notes(version: str, changes: str, sums: str) -> str:
     """Return the release notes: changes, container images, checksums."""
     rows = [f"| `{name}` | {f'`{digest}`' if digest else 'not pinned'} |" for name, digest in images()]
-    return "\n".join(
-        [f"# teleloader {version}", "", changes, "", "## Container images", "", "| image | digest |", "|---|---|", *rows,
-         "", "## SHA-256", "", "```none", sums.rstrip(), "```", ""]
-    )  # fmt: skip
+    table = ["## Container images", "", "| image | digest |", "|---|---|", *rows]
+    checksums = ["## SHA-256", "", "```none", sums.rstrip(), "```"]
+    return "\n".join([f"# teleloader {version}", "", changes, "", *table, "", *checksums, ""])
 
 
 def build(folder: Path) -> list[Path]:
@@ -151,9 +150,7 @@ def main() -> None:
     """Prepare the release, or end with the first reason against it."""
     parser = argparse.ArgumentParser(description="Prepare a release.")
     parser.add_argument("version")
-    parser.add_argument(
-        "--key", type=Path, help="private SSH key that signs the checksums; without it, none are signed"
-    )
+    parser.add_argument("--key", type=Path, help="private SSH key that signs the checksums")
     parser.add_argument("--skip-tests", action="store_true", help="for a trial: leave out the checks of .ci/run")
     options = parser.parse_args()
     os.chdir(check_wheel.ROOT)
