@@ -1,8 +1,8 @@
 """Prepare a release: `release.py VERSION [--key SSH_KEY] [--skip-tests]`; writes build/release.
 
 Checks the tree, the version and the changelog, runs the checks of .ci/run, builds wheel and sdist twice from the
-commit, checks their metadata, and writes an SBOM, checksums, a signature and release notes. Publishes nothing, and creates no
-tag: the last lines of the output have the remaining commands. The newest tag is the release that
+commit, checks their metadata, and writes an SBOM, checksums, a signature and release notes. Publishes nothing, and
+creates no tag: the last line of the output has the remaining commands. The newest tag is the release that
 tests/deploy/test_versions.py compares with, so the tag is the only place that names it.
 """
 
