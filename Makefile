@@ -20,7 +20,7 @@ OUTER_PACKAGES = $(PYTHON) -c 'import site, sys; print("\n".join(site.getsitepac
 	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer_packages.pth"
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test lint docs chaos fuzz bench gpu wheel lock secrets clean
+.PHONY: help demo test lint docs chaos fuzz bench gpu wheel release lock secrets clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/ -/'
@@ -58,6 +58,9 @@ gpu: $(VENV)/.gpu  ## Test and measure the path to a GPU in ten minutes at most;
 
 wheel: $(VENV)/.dev  ## Build the wheel, and try it in clean environments.
 	$(BIN)/python .ci/check_wheel.py
+
+release: $(VENV)/.release  ## Check the tree, test, build, sign: VERSION=0.1.0 (RELEASE="--key ~/.ssh/id_ed25519"). Publishes nothing.
+	$(BIN)/python .ci/release.py $(VERSION) $(RELEASE)
 
 lock: $(VENV)/.lock  ## Choose and pin anew, with hashes, the packages that the container images have.
 	printf 'hatchling\nhatch-fancy-pypi-readme\n' | $(PIN) --output-file docker/requirements/build.txt -
@@ -97,6 +100,10 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/.pip
 
 $(VENV)/.fuzz: $(VENV)/.dev
 	$(PIP) --editable . --group fuzz
+	touch $@
+
+$(VENV)/.release: pyproject.toml | $(VENV)/.pip
+	$(PIP) --group release
 	touch $@
 
 $(VENV)/.lock: | $(VENV)/bin/python

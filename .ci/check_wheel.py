@@ -72,11 +72,11 @@ def run(*command: str | Path, **environment: str) -> str:
     ).stdout  # fmt: skip
 
 
-def built(source: Path, out: Path, umask: int, zone: str) -> dict[str, Path]:
+def built(source: Path, out: Path, umask: int, zone: str, epoch: str = "1700000000") -> dict[str, Path]:
     """The wheel and the sdist that a machine of its own kind makes of the source, by name."""
     before = os.umask(umask)
     try:
-        run(sys.executable, "-m", "build", "--outdir", out, source, SOURCE_DATE_EPOCH="1700000000", TZ=zone)
+        run(sys.executable, "-m", "build", "--outdir", out, source, SOURCE_DATE_EPOCH=epoch, TZ=zone)
     finally:
         os.umask(before)
     return {file.name: file for file in out.iterdir()}

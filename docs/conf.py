@@ -48,6 +48,7 @@ PAGES: Final = {
     "../README.md": "index.md",
     "../CHANGELOG.md": "changelog.md",
     "../SECURITY.md": "threats.md",
+    "../CONTRIBUTING.md": "contributing.md",
     "../benchmarks/README.md": "benchmarks.md",
 }
 """Files that stand outside this folder, and the pages that include them."""

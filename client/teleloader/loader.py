@@ -718,7 +718,9 @@ class DataLoader(Generic[Batch]):
         order, spec = self._order, self.spec
         position.check()
         identity, generators = self._identity(order, spec), self._random_state(order).save()
-        return state.save(position, identity, order.global_batch_size(spec), generators, _unit(spec))
+        return state.save(
+            position, identity, order.global_batch_size(spec), generators, _unit(spec), order.algorithms(spec)
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position: the next ``iter()`` begins with the batch after this position.
@@ -740,7 +742,7 @@ class DataLoader(Generic[Batch]):
         """
         order, spec = self._order, self.spec
         position, generators = state.load(
-            state_dict, self._identity(order, spec), order.global_batch_size(spec), _unit(spec)
+            state_dict, self._identity(order, spec), order.global_batch_size(spec), _unit(spec), order.algorithms(spec)
         )
         order.resume(position)
         self._random_state(order).restore(generators)

@@ -43,6 +43,10 @@ class Order(ABC):
         """True if a fast training loop may extend the prefetch window beyond `prefetch_factor`."""
         return self.has_plan
 
+    def algorithms(self, spec: LoaderSpec) -> frozenset[str]:
+        """Return the names of the algorithms that determine the batches, see `teleloader_shared.algorithms`."""
+        return spec.algorithms
+
     @abstractmethod
     def length(self, spec: LoaderSpec, epoch: int) -> int:
         """Return the number of batches of an epoch, for ``len(loader)``.
@@ -197,6 +201,10 @@ class SamplerOrder(Order):
         """Return the sampler, which provides ``len()`` of the iterator."""
         sampler: Sized = self._sampler
         return sampler
+
+    def algorithms(self, spec: LoaderSpec) -> frozenset[str]:
+        """Return the names of the algorithms that determine the batches; those of the sampler run in this process."""
+        return spec.algorithms - {"permutation", "partition"} | {"sampling"}
 
     def private_spec(self, spec: LoaderSpec, base_seed: int) -> LoaderSpec:
         """Adapt a loader's spec to a private worker pool that receives index lists from the client."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import UnionType
 from typing import Any, Final, NamedTuple
 
-from teleloader_shared import user_state
+from teleloader_shared import algorithms, user_state
 from teleloader_shared.errors import StateMismatch
 from teleloader_shared.text import short
 
@@ -61,6 +61,7 @@ def save(
     global_batch_size: int | None,
     generators: Mapping[str, Any],
     unit: str = "samples",
+    used: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the ``state_dict`` of a loader, as JSON values.
 
@@ -71,10 +72,13 @@ def save(
             samples, so that it is valid for another number of ranks. None saves it in batches.
         generators: Current states of the random generators from which later epochs are drawn.
         unit: What `global_batch_size` counts: ``samples``, ``sequences`` or ``batches``.
+        used: Names of the `algorithms` that the loader uses.
     """
     state = {"version": STATE_VERSION, "epoch": position.epoch, **identity}
     if identity.get("shuffle_buffer_size") is None:  # states of other loaders have no such entry
         state.pop("shuffle_buffer_size", None)
+    if versions := algorithms.current(used):
+        state["algorithms"] = versions
     if position.base_seed is not None:
         state["base_seed"] = position.base_seed
     if generators:
@@ -93,13 +97,17 @@ def save(
 
 
 def load(
-    state: object, identity: Mapping[str, Any], global_batch_size: int | None, unit: str = "samples"
+    state: object,
+    identity: Mapping[str, Any],
+    global_batch_size: int | None,
+    unit: str = "samples",
+    used: Collection[str] = (),
 ) -> tuple[Position, Mapping[str, Any]]:
     """Validate a ``state_dict``; return its position and the random generator states for later epochs.
 
     Raises:
-        StateMismatch: If the state is invalid, its `identity` values differ, or its position is not at the start of a
-            global batch of this loader.
+        StateMismatch: If the state is invalid, its `identity` values differ, its position is not at the start of a
+            global batch of this loader, or this release computes another version of one of the algorithms `used`.
     """
     if not isinstance(state, dict) or "epoch" not in state:
         raise StateMismatch(f"invalid state {short(state)}: expected a result of state_dict()")
@@ -112,6 +120,7 @@ def load(
                 f"the state was saved with {name} = {shown}, but this loader has {value!r}: resume "
                 "with the arguments and the data of the loader that saved the state, or start a new run"
             )
+    algorithms.check_state(state.get("algorithms", {}), used)
     epoch, batch = _epoch_and_batch(state, global_batch_size, unit)
     shard_states = _optional(state, "shard_states", list | tuple)
     position = Position(

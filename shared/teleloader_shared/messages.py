@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-PROTOCOL_VERSION: Final = 1
-"""Incremented by incompatible changes; exchanged by both sides when a loader is registered."""
+from teleloader_shared.errors import VersionMismatch
+from teleloader_shared.text import short
+
+PROTOCOL_VERSIONS: Final = (1,)
+"""Protocol versions of this release.
+
+An incompatible change adds a version. When a client registers a loader, the server selects the highest version that
+both sides support."""
 
 NO_PAGE_HEADER: Final = "Sec-Teleloader"
 """Protects against cross-site requests: scripts in web pages cannot set headers whose names begin with ``Sec-``
@@ -44,6 +51,58 @@ TIMELINE_PATH: Final = "/v1/timeline"
 HEALTH_PATH: Final = "/healthz"
 STREAM_PATH: Final = "/stream"
 """Suffix appended to `loader_path` in the URL of a loader's WebSocket."""
+
+
+def format_protocols() -> str:
+    """Return the value of `PROTOCOL_HEADER`: the protocol versions of this release, the highest one first."""
+    return ", ".join(map(str, sorted(PROTOCOL_VERSIONS, reverse=True)))
+
+
+def select_protocol(offered: str | None) -> int:
+    """Return the highest protocol version that both sides support.
+
+    Args:
+        offered: Value of `PROTOCOL_HEADER` in a request; None for clients that do not send it, which use version 1.
+
+    Raises:
+        VersionMismatch: If the client supports none of `PROTOCOL_VERSIONS`, or the value is invalid.
+    """
+    found = re.findall(r"[^,\s]+", "1" if offered is None else offered[:MAX_PROTOCOLS])
+    if not found or not all(re.fullmatch(r"[1-9][0-9]{0,8}", version, re.ASCII) for version in found):
+        raise VersionMismatch(
+            f"invalid header {PROTOCOL_HEADER}: {short(offered)}, expected versions such as '{format_protocols()}'. "
+            "Check the client"
+        )
+    versions = {int(version) for version in found}
+    if common := versions.intersection(PROTOCOL_VERSIONS):
+        return max(common)
+    side = "server" if max(versions) > max(PROTOCOL_VERSIONS) else "client"
+    raise VersionMismatch(
+        f"no common protocol version: the client supports {_listed(versions)}, and this server supports "
+        f"{_listed(PROTOCOL_VERSIONS)}. Update the {side}"
+    )
+
+
+def check_protocol(selected: int, url: str) -> None:
+    """Check that a server selected a version that this client offered.
+
+    Raises:
+        VersionMismatch: If the version is not one of `PROTOCOL_VERSIONS`.
+    """
+    if selected not in PROTOCOL_VERSIONS:
+        side = "client" if selected > max(PROTOCOL_VERSIONS) else "server"
+        raise VersionMismatch(
+            f"{url} uses protocol version {selected}, and this client supports {_listed(PROTOCOL_VERSIONS)}. Update "
+            f"the {side}"
+        )
+
+
+def _listed(versions: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(versions)))
+
+
+MAX_PROTOCOLS: Final = 200
+"""Characters of `PROTOCOL_HEADER` that the server reads."""
 
 
 def batches_path(key: str, epoch: int) -> str:
@@ -227,7 +286,8 @@ class Registration:
     """Worker processes that serve this loader, 0 if the server loads in its own process."""
     max_batch_bytes: int
     """Maximum size of the frames that the server sends, in bytes."""
-    protocol: int = PROTOCOL_VERSION
+    protocol: int = max(PROTOCOL_VERSIONS)
+    """Protocol version that the server selected."""
     batch_rate: float | None = None
     """Batches/s that all workers together could compute for this loader when a client first registered for the epoch;
     None if unknown. Clients that share an epoch divide its batches among servers by these rates."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
+from teleloader_shared import algorithms
 from teleloader_shared.balance import BalanceSpec
 from teleloader_shared.checks import check_whole
 from teleloader_shared.errors import InvalidSpec
@@ -244,6 +245,17 @@ class LoaderSpec:
         return tuple(name for name in selected if name is not None)
 
     @property
+    def algorithms(self) -> frozenset[str]:
+        """Names of the `algorithms` with which the server determines the content of the batches."""
+        used = {
+            "permutation": self.order == "plan" and self.shuffle, "partition": self.order == "plan",
+            "collate": self.packing is None, "mixture": self.mixture is not None,
+            "balance": self.balance is not None, "packing": self.packing is not None,
+            "shuffle_buffer": self.shuffle_buffer_size is not None, "replacement": self.on_error == "replace",
+        }  # fmt: skip
+        return frozenset({"seeding", *(name for name, is_used in used.items() if is_used)})
+
+    @property
     def content(self) -> str:
         """Name of what frames can contain: clients with access to it may see stale bytes in memory that is reused."""
         return self.dataset if self.mixture is None else json.dumps(self.datasets)
@@ -266,16 +278,22 @@ class LoaderSpec:
 
         Raises:
             InvalidSpec: If a field is unknown or invalid, or no dataset is named.
+            VersionMismatch: If this release computes another version of an algorithm than the client.
         """
         if not isinstance(fields, Mapping):
             raise InvalidSpec(f"a loader spec must be a JSON object, got {type(fields).__name__}")
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = [*(field.name for field in dataclasses.fields(cls)), _ALGORITHMS]
         unknown = next((name for name in fields if name not in known), None)
         if unknown is not None:
-            raise InvalidSpec(f"unknown field {short(unknown)} in the loader spec: expected one of {', '.join(known)}")
+            raise InvalidSpec(
+                f"unknown field {short(unknown)} in the loader spec: expected one of {', '.join(known)}. If the client "
+                "is of a later release than the server, update the server, or omit the argument"
+            )
         if "dataset" not in fields:
             raise InvalidSpec("missing field 'dataset' in the loader spec: GET /v1/datasets lists the hosted datasets")
-        return cls(**fields)
+        spec = cls(**{name: value for name, value in fields.items() if name != _ALGORITHMS})
+        algorithms.check_spec(fields.get(_ALGORITHMS, {}), spec.algorithms)
+        return spec
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec as a JSON object without the fields that have default values.
@@ -287,6 +305,8 @@ class LoaderSpec:
         for name in ("mixture", "balance", "packing"):
             if name in fields:
                 fields[name] = fields[name].to_json()
+        if versions := algorithms.current(self.algorithms):
+            fields[_ALGORITHMS] = versions
         return fields
 
     def canonical(self) -> bytes:
@@ -301,6 +321,8 @@ class LoaderSpec:
         return hashlib.blake2b(self.canonical(), digest_size=16).hexdigest()
 
 
+_ALGORITHMS: Final = "algorithms"
+"""Field of JSON specs with the versions of the algorithms that the client expects; see `algorithms`."""
 _RECORD_BYTES: Final = 2048
 """Estimated memory of a spec without its strings, and of the server's record of the loader, in bytes."""
 _EXCLUDED_BY_PACKING: Final = {

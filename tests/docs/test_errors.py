@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 
 from teleloader import DataLoader, RemoteDataset
-from teleloader.api import control
 from teleloader.fetch.channel import Announcement
 from teleloader.mesh import locate
 from teleloader.tensors import devices, pinned
 from teleloader.tensors.placement import Placement
 from teleloader_server import serve
 from teleloader_server.limits import ClientLimits
+from teleloader_shared import messages
 from tests.conftest import ROOT, ServerProcess, StartServer, need
 from tests.end_to_end.certificates import Files
 from tests.end_to_end.terminal import SERVER, TOOLS, piped
@@ -147,7 +147,7 @@ def _(server: ServerProcess) -> str:
 @meets("Protocol versions differ")
 def _(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> str:
     dataset = RemoteDataset(server.url, "train")
-    monkeypatch.setattr(control, "PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(messages, "PROTOCOL_VERSIONS", (2,))
     return raised_by(lambda: next(iter(DataLoader(dataset, output="numpy"))))
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset, ServerUnavailable
 from teleloader_shared.errors import ProtocolError, TeleloaderError, Unauthorized, UnknownDataset, VersionMismatch
-from teleloader_shared.messages import DATASETS_PATH, PROTOCOL_VERSION
+from teleloader_shared.messages import DATASETS_PATH, PROTOCOL_VERSIONS
 from tests.conftest import ROOT, StartServer
 from tests.end_to_end.terminal import SERVER, TOOLS
 
@@ -254,19 +254,18 @@ def test_a_token_that_is_missing(start_server: StartServer, tmp_path: Path, monk
 
 
 def test_a_server_of_another_release() -> None:
-    """The error has both versions and requires equal ones, also if the list of datasets has another form."""
+    """The error has both versions and the side to update, also if the list of datasets has another form."""
     info = {
         "name": "train", "kind": "map", "type": "list", "length": 3, "version": "", "fingerprint": "f", "cpus": 2,
         "collate": "default", "worker_init": None, "functions": [], "seeding": "batch",
     }  # fmt: skip
     registered = {
-        "key": "0" * 32, "protocol": PROTOCOL_VERSION + 1, "batches": 3, "length": 3, "fingerprint": "f",
+        "key": "0" * 32, "protocol": PROTOCOL_VERSIONS[-1] + 1, "batches": 3, "length": 3, "fingerprint": "f",
         "num_workers": 1, "max_batch_bytes": 2**20,
     }  # fmt: skip
     with elsewhere(datasets=[info], loaders=registered) as url, pytest.raises(VersionMismatch) as caught:
         next(iter(DataLoader(RemoteDataset(url, reconnect_timeout=0), output="numpy")))
-    assert f"protocol version {PROTOCOL_VERSION + 1}, expected {PROTOCOL_VERSION}:" in str(caught.value)
-    assert "install the same release of teleloader on both sides" in str(caught.value)
+    assert "uses protocol version 2, and this client supports 1. Update the client" in str(caught.value)
     with elsewhere(datasets=[{"name": "train"}]) as url:
         assert "install the same release of teleloader on both sides" in refusal(ProtocolError, url)
 

@@ -183,7 +183,8 @@ def test_an_unknown_field_is_refused() -> None:
         "unknown field 'batchsize' in the loader spec: expected one of dataset, fingerprint, batch_size, shuffle, "
         "shuffle_buffer_size, drop_last, order, seed, rank, world_size, tail, mixture, balance, packing, batch_of, "
         "checksum, compression, collate, worker_init, on_error, error_retries, session, num_workers, shard_states, "
-        "resumed_epoch, in_process, delivered"
+        "resumed_epoch, in_process, delivered, algorithms. If the client is of a later release than the server, update "
+        "the server, or omit the argument"
     )
 
 

@@ -27,14 +27,13 @@ from teleloader.tensors.output import choose_output
 from teleloader_shared import codec, local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, BatchId, Frame
 from teleloader_shared.directory import MAX_PORT, port_of
-from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, TlsError, VersionMismatch
+from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, TlsError
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
     DATASETS_PATH,
     HEALTH_PATH,
     LOADERS_PATH,
     PROTOCOL_HEADER,
-    PROTOCOL_VERSION,
     REPORT_HEADER,
     SERVERS_PATH,
     STATS_PATH,
@@ -42,6 +41,8 @@ from teleloader_shared.messages import (
     DatasetInfo,
     Registration,
     batches_path,
+    check_protocol,
+    format_protocols,
     loader_path,
     progress_path,
     timings_path,
@@ -207,16 +208,12 @@ class Server:
         Raises:
             ServerUnavailable: If the server does not respond.
             DatasetChanged: If the server hosts data with another fingerprint than that of `spec`.
-            VersionMismatch: If the server uses another version of the protocol.
+            VersionMismatch: If both sides have no protocol version in common, or different versions of an algorithm.
             ProtocolError: If the response is not the registration of `spec`.
         """
         response = self._request("POST", f"{LOADERS_PATH}?epoch={epoch}", json=spec.to_json())
         registered = record(Registration, response, self.url)
-        if registered.protocol != PROTOCOL_VERSION:
-            raise VersionMismatch(
-                f"{self.url} uses protocol version {short(registered.protocol)}, expected {PROTOCOL_VERSION}: install "
-                "the same release of teleloader on both sides"
-            )
+        check_protocol(registered.protocol, self.url)
         key = replace(spec, fingerprint=registered.fingerprint).key
         if registered.key != key:
             raise ProtocolError(
@@ -439,7 +436,7 @@ class Server:
             ProtocolError: If the body of a successful response has more than `limit` bytes.
         """
         headers = {
-            PROTOCOL_HEADER: str(PROTOCOL_VERSION), "Accept-Encoding": "identity", **self.credentials.headers,
+            PROTOCOL_HEADER: format_protocols(), "Accept-Encoding": "identity", **self.credentials.headers,
             **options.get("headers", {}),
         }  # fmt: skip
         timeout = options.pop("timeout", self._patience(self.timeout))

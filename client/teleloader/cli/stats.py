@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import partial
 from operator import attrgetter
 from types import NoneType, UnionType
@@ -91,7 +91,7 @@ def record_of(kind: type[_Record], value: Any, url: str) -> _Record:
         ProtocolError: If a field is missing, or its value has another JSON type.
     """
     hints = get_type_hints(kind)
-    optional = {field.name for field in fields(kind) if field.default is None}  # older servers lack them
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}  # older servers lack them
     missing = hints.keys() - (optional | value.keys()) if isinstance(value, dict) else hints.keys()
     if missing:
         raise ProtocolError(
@@ -99,7 +99,7 @@ def record_of(kind: type[_Record], value: Any, url: str) -> _Record:
             f"that {url} is the URL of a loader server, and install the same release of teleloader on both sides; "
             "--output json shows the response"
         )
-    return kind(**{name: _read(hint, value.get(name), url) for name, hint in hints.items()})
+    return kind(**{name: _read(hint, value[name], url) for name, hint in hints.items() if name in value})
 
 
 def _read(hint: Any, value: Any, url: str) -> Any:

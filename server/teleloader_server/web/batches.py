@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
@@ -39,7 +40,7 @@ from teleloader_server.web.timings import MAX_TIMINGS_BYTES, client_times
 from teleloader_server.workers.lendable import is_lendable
 from teleloader_server.workers.pool import Lease
 from teleloader_shared.buffers import BufferPool
-from teleloader_shared.errors import InvalidSpec, TeleloaderError, VersionMismatch
+from teleloader_shared.errors import InvalidSpec, TeleloaderError
 from teleloader_shared.handoff import GIVE_BACK, LOAN_MEDIA_TYPE
 from teleloader_shared.messages import (
     BACKGROUND_PRIORITY,
@@ -49,13 +50,13 @@ from teleloader_shared.messages import (
     LOADERS_PATH,
     PRIORITY_HEADER,
     PROTOCOL_HEADER,
-    PROTOCOL_VERSION,
     READY_BYTES,
     REPORT_HEADER,
     TIMELINE_HEADER,
     ConsumerReport,
     DatasetInfo,
     Registration,
+    select_protocol,
 )
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import MAX_EPOCH, LoaderSpec
@@ -265,6 +266,9 @@ def service_of(connection: HTTPConnection) -> LoaderService:
     return cast("LoaderService", connection.app.state.service)
 
 
+PROTOCOLS: Final = Header(alias=PROTOCOL_HEADER, description="protocol versions of the client, separated by commas")
+
+
 def make_router() -> APIRouter:
     """Create the router of the endpoints for datasets and loaders.
 
@@ -296,26 +300,25 @@ def make_router() -> APIRouter:
     async def register(
         request: Request,
         epoch: Annotated[int | None, Query(ge=0, lt=MAX_EPOCH, description="epoch to load, for `batch_rate`")] = None,
-        protocol: Annotated[int | None, Header(alias=PROTOCOL_HEADER)] = None,
+        protocol: Annotated[str | None, PROTOCOLS] = None,
     ) -> Registration:
-        if protocol not in (None, PROTOCOL_VERSION):
-            raise VersionMismatch(
-                f"unsupported protocol version {protocol}: this server uses version {PROTOCOL_VERSION}. Install the "
-                "same release of teleloader on both sides"
-            )
+        selected = select_protocol(protocol)
         async with body_reader_of(request).read(request, "max_spec_bytes") as body:
             content = b"".join([piece async for piece in body])
             large = len(content) > LARGE_SPEC_BYTES
             spec = await asyncio.to_thread(parsed_spec, content) if large else parsed_spec(content)
-        return await service_of(request).register(spec, caller_of(request), epoch)
+        return replace(await service_of(request).register(spec, caller_of(request), epoch), protocol=selected)
 
     @router.get(
         LOADERS_PATH + "/{key}",
         summary="Get the registration of a loader, and keep the loader's session alive",
     )
     @needs(READ)
-    async def registration(request: Request, key: str) -> Registration:
-        return service_of(request).registration(key, caller_of(request))
+    async def registration(
+        request: Request, key: str, protocol: Annotated[str | None, PROTOCOLS] = None
+    ) -> Registration:
+        selected = select_protocol(protocol)
+        return replace(service_of(request).registration(key, caller_of(request)), protocol=selected)
 
     @router.delete(
         LOADERS_PATH + "/{key}",

@@ -1,0 +1,1 @@
+"""Compatibility of releases: protocol versions, unknown fields, saved states."""
