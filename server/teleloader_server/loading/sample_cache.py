@@ -303,7 +303,7 @@ class _File:
         self.is_writable = True
         """False after an error, or once `max_bytes` is reached."""
         # autocommit: each statement is a transaction of its own
-        self._database = sqlite3.connect(path, OPEN_TIMEOUT, isolation_level=None, check_same_thread=False)
+        self._database = sqlite3.connect(path, timeout=OPEN_TIMEOUT, isolation_level=None, check_same_thread=False)
         try:
             for statement in (
                 "PRAGMA trusted_schema = OFF",
