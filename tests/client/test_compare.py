@@ -109,7 +109,7 @@ def test_a_table_of_64_servers_fits_into_80_columns() -> None:
     assert lines[2].split() == [
         "http://slow.example:8000",
         "10",
-        "<1",
+        "0.4",
         "%",
         "40",
         "%",

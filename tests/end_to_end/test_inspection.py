@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections import defaultdict
@@ -123,8 +124,11 @@ def test_the_command_lists_errors_and_opens_their_batches() -> None:
 
 
 def run(*args: str, code: int = 0) -> Any:
-    """Run a command of teleloader."""
+    """Run a command of teleloader, and restore the log level that it changes."""
+    logger = logging.getLogger("teleloader")
+    level = logger.level
     found = CliRunner().invoke(teleloader, args)
+    logger.setLevel(level)
     assert found.exit_code == code, (found.output, found.exception)
     return found
 
@@ -174,10 +178,10 @@ def test_the_stack_of_a_worker_that_hangs_names_the_function(how: str) -> None:
     """In Python, in a blocked read, and in C code that holds the GIL; the worker survives repeated requests."""
     with serve(inspected.Stuck(how), num_workers=1) as url, loading(url):
         eventually(lambda: f"hang_in_{how}" in stack_of(url))
-        assert "__getitem__" in stack_of(url)
+        eventually(lambda: "__getitem__" in stack_of(url))
         detail = get(url, "/v1/workers/0")
         for _ in range(5):
-            assert f"hang_in_{how}" in stack_of(url)
+            eventually(lambda: f"hang_in_{how}" in stack_of(url))
         later = get(url, "/v1/workers/0")
         assert (later["pid"], later["restarts"]) == (detail["pid"], 0)
         assert (detail["task"]["batch"], detail["state"]) == (0, "busy")
