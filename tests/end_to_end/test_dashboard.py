@@ -266,8 +266,8 @@ def test_servers_are_compared_by_the_figures_that_they_announce(server: MadeUpSe
         "25 batches/s, 0.2 times the median of 3 other servers.",
     ]
     slow = page.locator("#server-list tbody tr").nth(1).get_by_role("cell").all_inner_texts()
-    assert slow[1:] == ["25", "6 %", "93 %", "40 %", "io", "5 \N{MULTIPLICATION SIGN}", "1.2.3", "2 h 3 min"]
-    until(page.locator("#fleet-diagnosis"), "All servers: io (95 % confidence, http://10.0.0.0:8000). Read less.")
+    assert slow[1:] == ["25", "6 %", "93 %", "40 %", "I/O", "5 \N{MULTIPLICATION SIGN}", "1.2.3", "2 h 3 min"]
+    until(page.locator("#fleet-diagnosis"), "All servers: I/O (95 % confidence, http://10.0.0.0:8000). Read less.")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -704,7 +704,7 @@ def test_a_slow_dataset_is_called_loader_bound(servers: ExitStack, open_page: Op
     url = servers.enter_context(serve(hosted.unhurried(), num_workers=1))
     servers.enter_context(training(RemoteDataset(url), step=0.01, batch_size=40, seed=0))
     page = open_page(url)
-    until(page.locator("#sentence"), "▲ Io ")
+    until(page.locator("#sentence"), "▲ I/O ")
     until(page.locator("#consumers tbody"), "speed up the stage 'fetch'")
 
 

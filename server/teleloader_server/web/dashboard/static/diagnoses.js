@@ -2,7 +2,7 @@
 
 const BOUNDS = {
   workers: { name: "workers", tone: "bad", sign: "▲" },
-  io: { name: "io", tone: "bad", sign: "▲" },
+  io: { name: "I/O", tone: "bad", sign: "▲" },
   machine: { name: "machine", tone: "bad", sign: "▲" },
   memory: { name: "memory", tone: "bad", sign: "▲" },
   prefetch: { name: "prefetch", tone: "bad", sign: "▲" },

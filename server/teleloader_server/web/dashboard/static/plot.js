@@ -41,7 +41,7 @@ export class Plot {
       {
         width: 300,
         height: HEIGHT,
-        padding: [8, 20, 0, 0],
+        padding: [8, 30, 0, 0],
         legend: { show: false },
         cursor: {
           sync: { key: "history" },

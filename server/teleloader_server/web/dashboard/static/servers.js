@@ -2,6 +2,7 @@
 // server is read: the browser would send this server's session cookie to other ports of the host. The figures of the
 // others are in their announcements.
 
+import { labelOf } from "./diagnoses.js";
 import { byId, list, make, say, sayName, table } from "./dom.js";
 import { compared, diagnosing } from "./fleet.js";
 import { count, duration, number, percent, plural, UNKNOWN } from "./format.js";
@@ -97,7 +98,7 @@ function row(made, { url, isOwn }) {
       say(share, percent(server.share));
       say(busy, percent(summary?.busy ?? null));
       say(wait, percent(summary?.data_wait ?? null));
-      say(diagnosis, summary?.bottleneck ?? UNKNOWN);
+      say(diagnosis, summary?.bottleneck ? labelOf(summary.bottleneck).name : UNKNOWN);
       say(skew, server.skew?.work == null ? UNKNOWN : `${number(server.skew.work)} ×`);
       say(version, summary?.version ?? UNKNOWN);
       say(up, duration(summary == null ? null : Math.floor(summary.uptime)));
@@ -129,7 +130,7 @@ export class ServerList {
     byId("fleet-diagnosis").hidden = best === null;
     if (best !== null) {
       const { bottleneck, confidence, advice } = best.summary;
-      say(byId("fleet-diagnosis"), `All servers: ${bottleneck} (${percent(confidence)} confidence, ${best.url}). ${advice}`);
+      say(byId("fleet-diagnosis"), `All servers: ${labelOf(bottleneck).name} (${percent(confidence)} confidence, ${best.url}). ${advice}`);
     }
   }
 
