@@ -1,7 +1,7 @@
 """Audit log: JSON lines about who read which dataset, administrative actions, and refused requests.
 
 Events are written by a thread, so a slow disk delays no request. Their number does not depend on the number of batches
-or requests: a consumer causes two lines per epoch, and refusals that are alike one line per minute.
+or requests: a consumer causes two lines per epoch, and identical refusals one line per minute.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import json
 import logging
 import os
 import queue
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from functools import partial
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -29,11 +29,13 @@ OLD_FILES: Final = 9
 """Number of previous files that are kept, with the suffixes ``.1`` (the latest) to ``.9``."""
 MAX_QUEUED: Final = 10_000
 """Maximum number of events that wait for the disk; further ones are counted as lost."""
-REFUSAL_PERIOD: Final = 60.0
-"""Seconds over which refusals that are alike are counted in one line."""
+REFUSAL_PERIOD_S: Final = 60.0
+"""Seconds over which identical refusals are counted in one line."""
 MAX_REFUSALS: Final = 1000
 """Maximum number of different refusals per period; the others are counted together."""
-COMPLAIN_EVERY: Final = 60.0
+STOP_SECONDS: Final = 5.0
+"""Maximum time to write the remaining events at the end."""
+LOG_INTERVAL_S: Final = 60.0
 """Minimum seconds between two log lines about an audit log that cannot be written."""
 
 address: Final[ContextVar[str | None]] = ContextVar("address", default=None)
@@ -46,7 +48,7 @@ _events.setLevel(logging.INFO)
 
 
 class Refusal(NamedTuple):
-    """Refused requests that are alike."""
+    """Kind of refused requests; those of the same kind are counted in one line."""
 
     code: str
     """Code of the error."""
@@ -71,7 +73,7 @@ class Refusals:
         if refusal in self._due:
             self._counts[refusal] = self._counts.get(refusal, 0) + 1
             return None
-        self._due[refusal] = now + REFUSAL_PERIOD
+        self._due[refusal] = now + REFUSAL_PERIOD_S
         return refusal
 
     def take(self, now: float) -> list[tuple[Refusal, int]]:
@@ -82,7 +84,7 @@ class Refusals:
             count = self._counts.pop(first, 0)
             if count:  # it continues: the next line follows after a further period
                 found.append((first, count))
-                self._due[first] = now + REFUSAL_PERIOD
+                self._due[first] = now + REFUSAL_PERIOD_S
         return found
 
 
@@ -143,7 +145,8 @@ def written_to(path: Path | None) -> Iterator[None]:
         file = _File(path, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot open the audit log {path}: {error.strerror}. Select another file") from None
-    handler, listener = _Queue(events), QueueListener(events, file)
+    handler, listener = _Queue(events), _Listener(events, file)
+    file.on_lost = handler.count_lost
     handler.setFormatter(_Formatter())
     _events.addHandler(handler)
     listener.start()
@@ -153,8 +156,9 @@ def written_to(path: Path | None) -> Iterator[None]:
         tick(float("inf"))
         _events.removeHandler(handler)
         listener.stop()
-        with suppress(OSError):  # a full disk, which was logged
-            file.close()
+        if listener.has_ended:  # else the disk hangs, and so would the end of the file
+            with suppress(OSError):  # a full disk, which was logged
+                file.close()
 
 
 class _Formatter(logging.Formatter):
@@ -191,21 +195,49 @@ class _Queue(QueueHandler):
         self.queue.put_nowait(event)
 
     def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+        """Count an event for which the queue had no room."""
+        self.count_lost()
+
+    def count_lost(self) -> None:
         """Count an event that was lost."""
         self._lost += 1
+
+
+class _Listener(QueueListener):
+    """Writing thread that ends within `STOP_SECONDS`."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if all events were written."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Write all events in the queue, unless the disk is too slow."""
+        with suppress(queue.Full):
+            self.queue.put(self._sentinel, timeout=STOP_SECONDS)  # type: ignore[attr-defined]
+        if self._thread is not None:
+            self._thread.join(STOP_SECONDS)
+        if not self.has_ended:
+            logger.error("the audit log is incomplete: the disk took more than %g s", STOP_SECONDS)
 
 
 class _File(RotatingFileHandler):
     """Files that only the server's user can read."""
 
-    _complained = -COMPLAIN_EVERY
+    _logged_at = -LOG_INTERVAL_S
+    on_lost: Callable[[], object]
+    """Callback, called for each event that was not written."""
 
     def _open(self) -> Any:
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=partial(os.open, mode=0o600))
+        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # and no device
+            os.fchmod(descriptor, 0o600)
+        return os.fdopen(descriptor, self.mode, encoding=self.encoding)
 
     def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        """Log the error: the server continues without an audit log."""
+        """Count the event, and log the error: the server continues."""
+        self.on_lost()
         now = time.monotonic()
-        if now - self._complained >= COMPLAIN_EVERY:
-            self._complained = now
+        if now - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_at = now
             logger.exception("cannot write the audit log %s: events are lost", self.baseFilename)

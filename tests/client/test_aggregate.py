@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teleloader.cli.aggregate import diagnosis_of, merged
-from teleloader_shared.stats import Bottleneck, Diagnosis, Latency, Stats
+from teleloader_shared.stats import Bottleneck, Diagnosis, Latency, Stats, TokenStats
 from tests.conftest import examples
 from tests.end_to_end.made_up import BUSY, CONSUMER, DATASET, FINISHED, SERVER, made_up
 
@@ -31,6 +31,7 @@ consumers = st.builds(
     dataclasses.replace, st.just(CONSUMER), consumer=st.sampled_from("pqr"), batches_sent=counts, position=counts,
     batches_per_second=rates, starved_fraction=fractions, idle=rates, epoch=st.integers(0, 1),
 )  # fmt: skip
+tokens = st.builds(TokenStats, st.sampled_from("uv"), counts, counts, st.just(1.0), st.just(0.5))
 
 
 @st.composite
@@ -43,6 +44,7 @@ def statistics(draw: st.DrawFn) -> Stats:
         made_up().workers,
         found,
         len(found),
+        draw(st.lists(tokens, max_size=2, unique_by=lambda one: one.token)),
     )
 
 
@@ -69,6 +71,10 @@ def test_counts_and_rates_are_added(fleet: list[Stats]) -> None:
     assert sum(one.batches_sent for one in found.consumers) == sum(
         one.batches_sent for stats in fleet for one in stats.consumers
     )
+    assert {one.token: one.bytes_sent for one in found.tokens} == {
+        name: sum(one.bytes_sent for stats in fleet for one in stats.tokens if one.token == name)
+        for name in {one.token for stats in fleet for one in stats.tokens}
+    }
     assert len(found.workers) == 4 * len(fleet)
     assert found.consumers_total == len(found.consumers)
     assert len({one.dataset for one in found.datasets}) == len(found.datasets)

@@ -46,6 +46,7 @@ def test_the_log_answers_an_auditors_questions(tmp_path: Path) -> None:
         assert httpx.get(f"{server.url}/stats", headers=bearer("an-unknown-token")).status_code == 401
     httpx.put(f"{server.url}/v1/workers", json={"num_workers": 2}, headers=bearer(carla)).raise_for_status()
     httpx.post(f"{server.url}/session", json={"token": carla}).raise_for_status()
+    assert httpx.post(f"{server.url}/session", json={"token": "a-guessed-token-of-24-letters"}).status_code == 401
     dora = table.add("dora", "read")
     table.remove("anna")
     table.write()
@@ -69,7 +70,7 @@ def test_the_log_answers_an_auditors_questions(tmp_path: Path) -> None:
     (changed,) = events_of(path, "tokens_changed")
     assert (changed["added"], changed["removed"], changed["changed"]) == (["dora"], ["anna"], [])
     refused = events_of(path, "refused")
-    assert sum(each["count"] for each in refused if each["code"] == "Unauthorized") == 20
+    assert sum(each["count"] for each in refused if each["code"] == "Unauthorized") == 21
     assert {each["principal"] for each in refused if each["code"] == "Forbidden"} == {"ben"}
     assert len(refused) <= 4  # the first of each kind, and the count of the others
     assert [len(events_of(path, kind)) for kind in ("server_started", "server_stopped")] == [1, 1]

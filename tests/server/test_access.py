@@ -255,12 +255,15 @@ def test_every_endpoint_declares_its_authorization(app: FastAPI) -> None:
     assert needs.pop("unchecked") == {"/healthz", "/readyz", "/", "/dashboard/{name:path}"}
     assert needs.pop("open") == {"/session"}
     assert needs.pop("any") == {"/openapi.json", "/docs"}
-    assert needs.pop("stats") == {"/stats", "/stats/stream", "/metrics"}
+    assert needs.pop("stats") == {
+        "/stats", "/stats/stream", "/stats/history", "/stats/servers", "/metrics", "/v1/workers/{worker}",
+        "/v1/timeline", "/v1/slow-samples", "/v1/errors",
+    }  # fmt: skip
     assert needs.pop("announce") == {"/v1/servers", "/v1/servers/{instance}"}
-    assert needs.pop("admin") == {"/v1/drain", "/v1/workers"}
+    assert needs.pop("admin") == {"/v1/drain", "/v1/workers", "/v1/workers/{worker}/stack"}
     assert set(needs) == {"read"}
     assert all(path.startswith("/v1/") for path in needs["read"])
-    assert len(needs["read"]) == 9
+    assert len(needs["read"]) == 10
 
 
 def test_an_endpoint_that_declares_nothing_is_not_served() -> None:
@@ -295,6 +298,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr("teleloader_server.auth.authenticator.time.time", lambda: now[0])
     monkeypatch.setattr("teleloader_server.auth.authenticator.time.monotonic", lambda: now[0])
     return now
+
+
+def test_tokens_expire_although_the_clock_was_wrong(tmp_path: Path, clock: list[float]) -> None:
+    """A clock that was set forward and corrected delays no expiry: `on_change` is called each time."""
+    authenticator = gate_of(tmp_path, one_entry(token=f'"{SECRET}"', expires="1970-01-12T13:46:41Z"))  # in a second
+    changes: list[float] = []
+    authenticator.on_change = lambda: changes.append(clock[0])
+    for now in (1_000_000.0, 5_000_000.0, 1_000_000.0, 1_000_002.0):
+        clock[0] = now
+        authenticator.reload_if_changed()
+    assert changes == [5_000_000.0, 1_000_000.0, 1_000_002.0]
 
 
 def look_twice(authenticator: Authenticator) -> None:

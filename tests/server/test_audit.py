@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
+import sys
+import termios
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teleloader_server import audit
-from teleloader_server.audit import REFUSAL_PERIOD, Refusal, Refusals
+from teleloader_server.audit import REFUSAL_PERIOD_S, Refusal, Refusals
 from teleloader_server.config import ConfigError
 from tests.conftest import eventually
 
@@ -41,7 +46,7 @@ def test_each_refusal_is_counted_once(events: list[tuple[float, Refusal]]) -> No
         written[kind] += count
         lines[kind] += 1
     assert written == Counter(refusal for _, refusal in events)
-    assert all(count <= 2 + 2 * now / REFUSAL_PERIOD for count in lines.values())
+    assert all(count <= 2 + 2 * now / REFUSAL_PERIOD_S for count in lines.values())
     assert refusals.take(float("inf")) == []
 
 
@@ -50,7 +55,7 @@ def test_many_different_refusals_are_counted_together() -> None:
     refusals = Refusals()
     for number in range(audit.MAX_REFUSALS + 10):
         refusals.add(Refusal("Unauthorized", None, str(number)), 0.0)
-    assert refusals.take(REFUSAL_PERIOD) == [(Refusal("Unauthorized", None, None), 9)]
+    assert refusals.take(REFUSAL_PERIOD_S) == [(Refusal("Unauthorized", None, None), 9)]
 
 
 def test_files_are_rotated_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,14 +99,41 @@ def test_events_without_room_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(numbers) < 200 <= len(numbers) + lost
 
 
-def test_a_full_disk_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The server continues, and its log names the file and the cause."""
+def test_a_full_disk_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's log names the file and the error, and the next event states the number of lost ones."""
     with audit.written_to(Path("/dev/full")):
+        (handler,) = [each for each in logging.getLogger("teleloader.audit").handlers if isinstance(each, audit._Queue)]
         for _ in range(10):
             audit.record("event")
+        eventually(lambda: handler._lost > 0)
     (logged,) = [record for record in caplog.records if record.name == audit.__name__]
     assert "cannot write the audit log /dev/full" in logged.message
     assert "No space left" in caplog.text
+
+
+def test_a_server_stops_although_the_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits for a limited time, and logs that the audit log is incomplete."""
+    monkeypatch.setattr(audit, "MAX_QUEUED", 2)
+    monkeypatch.setattr(audit, "STOP_SECONDS", 0.1)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as pipe:  # nobody reads
+        with audit.written_to(path):
+
+            def is_full() -> bool:
+                audit.record("event", text="x" * 1000)
+                waiting = fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))
+                return int.from_bytes(waiting, sys.byteorder) > 40_000
+
+            eventually(is_full)
+            for _ in range(40):
+                audit.record("event", text="x" * 1000)
+                time.sleep(0.001)  # lets the thread write until the pipe is full
+        assert "the audit log is incomplete" in caplog.text
+        while pipe.read(2**20):  # lets the thread end
+            pass
 
 
 def test_an_unusable_file_is_a_usage_error(tmp_path: Path) -> None:

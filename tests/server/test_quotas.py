@@ -223,6 +223,19 @@ def test_a_worker_with_a_slow_batch_is_preempted_for_a_waiting_client(same: bool
     assert len(hung) == 2
 
 
+@pytest.mark.parametrize(("weight", "is_preempted"), [(0.1, False), (1, True), (10, True)])
+def test_no_worker_is_preempted_for_a_lower_weight(weight: float, is_preempted: bool) -> None:
+    """A principal that waits with a lower weight gets its share once a batch is completed."""
+    service = Service(workers=3)
+    service.warm_up(TRAIN, OTHER)
+    service.request("hangs", TRAIN, 0, 100, of="hangs")
+    service.decide()
+    service.quota("victim").weight = weight
+    service.request("victim", OTHER, 0, 4, of="victim")
+    assert service.decide() == []
+    assert (stolen(service) is not None) is is_preempted
+
+
 def test_a_worker_whose_result_is_not_needed_is_preempted_first() -> None:
     """Its batch was computed by a backup, so that nobody loses anything."""
     service = Service(workers=3)

@@ -11,7 +11,16 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from teleloader_shared.lengths import padding_fraction
-from teleloader_shared.stats import ConsumerStats, DatasetStats, Diagnosis, ErrorCount, Latency, ServerStats, Stats
+from teleloader_shared.stats import (
+    ConsumerStats,
+    DatasetStats,
+    Diagnosis,
+    ErrorCount,
+    Latency,
+    ServerStats,
+    Stats,
+    TokenStats,
+)
 
 UNEXPLAINED: Final = ("unknown", "idle", "finished")
 """Bottlenecks of servers that do not explain the data wait of a training run."""
@@ -39,6 +48,7 @@ def merged(servers: Sequence[Stats]) -> Stats:
         (dataset for server in servers for dataset in server.datasets),
         lambda found: (found.dataset, found.kind, found.length),
     )
+    tokens = (token for server in servers for token in server.tokens)
     omitted = [server.consumers_total - len(server.consumers) for server in servers]
     return Stats(
         server=_of_servers([server.server for server in servers]),
@@ -46,6 +56,17 @@ def merged(servers: Sequence[Stats]) -> Stats:
         workers=[worker for server in servers for worker in server.workers],
         consumers=sorted(map(_of_consumers, consumers), key=lambda found: found.idle),
         consumers_total=len(consumers) + max(omitted),  # those that are omitted here may be listed by another server
+        tokens=[_of_tokens(found) for found in _grouped(tokens, lambda found: (found.token,))],
+    )
+
+
+def _of_tokens(tokens: Sequence[TokenStats]) -> TokenStats:
+    return TokenStats(
+        tokens[0].token,
+        sum(token.batches_sent for token in tokens),
+        sum(token.bytes_sent for token in tokens),
+        sum(token.worker_seconds for token in tokens),
+        sum(token.cpu_seconds for token in tokens),
     )
 
 

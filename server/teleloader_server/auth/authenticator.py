@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import re
 import secrets
 import socket
@@ -85,7 +84,7 @@ class Authenticator:
         self.on_change: Callable[[], object] = lambda: None
         """Callback, called after tokens were added, removed or changed, and after a token has expired."""
         self.tokens = self._all()
-        self._next_expiry = self._expiry_after(time.time())
+        self._expired = self._expired_names()
 
     @property
     def has_tokens(self) -> bool:
@@ -108,8 +107,9 @@ class Authenticator:
             else:
                 self._known.clear()
                 _record_changes(before, self.tokens)
-        if changed or self._next_expiry <= time.time():
-            self._next_expiry = self._expiry_after(time.time())
+        expired = self._expired_names()  # all of them: the clock may have been set forward or back
+        if changed or expired != self._expired:
+            self._expired = expired
             self.on_change()
 
     def authenticate(self, headers: Mapping[bytes, bytes], scope: Scope) -> Principal:
@@ -237,9 +237,10 @@ class Authenticator:
             raise _expired(found.principal)
         return found
 
-    def _expiry_after(self, now: float) -> float:
-        """Return the time (seconds since 1970) of the first token expiry after `now`; infinity if no token expires."""
-        return min((entry.expires for entry in self.tokens.entries if entry.expires > now), default=math.inf)
+    def _expired_names(self) -> frozenset[str]:
+        """Return the names of the tokens that have expired."""
+        now = time.time()
+        return frozenset(entry.principal.name for entry in self.tokens.entries if entry.expires <= now)
 
     def _all(self) -> Tokens:
         entries = [*self._fixed, *(entry for source in self._sources for entry in source.tokens.entries)]
@@ -270,8 +271,13 @@ class Authenticator:
 
     def _token_name(self, scope: Scope) -> str | None:
         """Return the name of a request's token, which may have expired; None if there is none, or it is not known."""
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        found = self.tokens.find(header.partition(b" ")[2].strip())
+        headers = dict(scope["headers"])
+        if b"authorization" in headers:
+            found = self.tokens.find(headers[b"authorization"].partition(b" ")[2].strip())
+        else:
+            cookie = _value(headers.get(b"cookie", b""), self._cookie_name(scope))
+            session = self._sessions.get(_digest_of(cookie))
+            found = None if session is None else self.tokens.has(session.digest)
         return None if found is None else found.principal.name
 
 

@@ -578,6 +578,7 @@ class PoolCounters:
             loop = self._metrics.loop(consumer, dataset)
             principal, counters = self._metrics.principals[key[0]], self._metrics.datasets[dataset]
             known = self._consumers[key] = ConsumerCounters(consumer, principal, counters, loop, time.monotonic())
+        known.consumer = consumer  # it may have been forgotten meanwhile
         return known
 
     def knows(self, consumer: Consumer) -> bool:

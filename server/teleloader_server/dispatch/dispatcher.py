@@ -216,8 +216,7 @@ class Dispatcher:
         self.store.sent(consumer, numbers)
         if consumer.looks_ahead and consumer.loader.slow.seconds:
             self._look_ahead(consumer)
-        if consumer.candidate is None or pending.next not in consumer.state.batches:
-            self._enqueue(consumer)
+        self._enqueue(consumer)
 
     def close(self, pending: PendingRequest) -> None:
         """Close a request that is complete, or whose client disconnected."""
@@ -865,7 +864,8 @@ class Dispatcher:
 
         A worker is preempted if all workers compute slow batches, and the waiting consumer uses none of them: first a
         worker whose result is not needed (`Pool.withdraw`), otherwise one of another consumer or principal that uses
-        several. The other consumer or principal is capped from then on: it leaves one worker to others.
+        several, and whose weight is not higher. The other consumer or principal is capped from then on: it leaves one
+        worker to others.
 
         Args:
             working: Slow batches in progress by worker, with their computing time so far in seconds.
@@ -888,7 +888,8 @@ class Dispatcher:
                 return unneeded[0]
             owners = _owners(list(at.values()), consumer)
             most = max(owners, key=owners.count)
-            if owners.count(most) > 1:
+            weight = most.principal_share.quota.weight if isinstance(most, Consumer) else most.quota.weight
+            if owners.count(most) > 1 and weight <= consumer.principal_share.quota.weight:
                 most.is_capped = True
                 return list(at)[owners.index(most)]
         return None

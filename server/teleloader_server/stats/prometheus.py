@@ -1,7 +1,7 @@
 """Prometheus metrics, computed from the statistics of ``/stats`` at each scrape.
 
 The number of series is bounded by the datasets, the shared workers, the stages, twenty types of errors per dataset, the
-tokens, and the codes of error responses.
+tokens since the start, and the codes of error responses.
 Consumers and private workers have no label, because they are short-lived: consumers are counted by diagnosis, and
 batches of private workers count for their dataset.
 """

@@ -110,12 +110,15 @@ class GuardedRoute(APIRoute):
             await enter(request, need)
             if need != ADMIN or request.method == "GET":
                 return await handle(request)
+            status = 500
             try:
                 response = await handle(request)
+                status = response.status_code
             except HttpProblem as problem:
-                _record_action(request, problem.status)
+                status = problem.status
                 raise
-            _record_action(request, response.status_code)
+            finally:
+                _record_action(request, status)
             return response
 
         return guarded

@@ -56,7 +56,8 @@ def _add_sessions(router: APIRouter) -> None:
         token = await _token_in(request)
         try:
             principal, cookie = _authenticator_of(request).sign_in(token, request.scope)
-        except Unauthorized:
+        except Unauthorized as refusal:
+            _authenticator_of(request).count_rejection(refusal, request.scope)
             if state.delayed_sign_ins < MAX_DELAYED:
                 state.delayed_sign_ins += 1
                 try:
