@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _events: Final = logging.getLogger("teleloader.audit")
 _events.propagate = False
 _events.setLevel(logging.INFO)
+_events.disabled = True
 
 
 class Refusal(NamedTuple):
@@ -93,7 +94,7 @@ _refusals: Final = Refusals()
 
 def is_on() -> bool:
     """Return True if this process writes an audit log."""
-    return bool(_events.handlers)
+    return not _events.disabled
 
 
 def record(event: str, **fields: object) -> None:
@@ -149,11 +150,13 @@ def written_to(path: Path | None) -> Iterator[None]:
     file.on_lost = handler.count_lost
     handler.setFormatter(_Formatter())
     _events.addHandler(handler)
+    _events.disabled = False
     listener.start()
     try:
         yield
     finally:
         tick(float("inf"))
+        _events.disabled = True
         _events.removeHandler(handler)
         listener.stop()
         if listener.has_ended:  # else the disk hangs, and so would the end of the file

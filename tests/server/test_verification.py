@@ -378,7 +378,7 @@ async def test_a_registry_without_tokens_is_changed_from_its_own_machine_only(ap
         (b'{"url": "ftp://127.0.0.1:1", "instance_key": "%b"}' % KEY.encode(), 422),
         (b'{"url": "http://me:pw@127.0.0.1:1", "instance_key": "%b"}' % KEY.encode(), 422),
         (b'{"url": ["http://127.0.0.1:1"], "instance_key": "%b"}' % KEY.encode(), 422),
-        (b'{"url": "%b"}' % (b"x" * 5000), 413),
+        (b'{"url": "%b"}' % (b"x" * 9000), 413),
     ],
 )
 async def test_invalid_announcements_are_refused(app: FastAPI, body: bytes, status: int) -> None:

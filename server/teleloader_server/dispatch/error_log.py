@@ -25,6 +25,8 @@ MAX_MESSAGE: Final = 500
 MAX_TRACEBACK: Final = 4000
 MAX_TYPE: Final = 200
 MAX_SHOWN_INDICES: Final = 20
+MAX_LIST_BYTES: Final = 16 * 1024
+"""Maximum size in bytes of an index list that is decoded: decoding a longer one would block the event loop."""
 
 _OWN_FIELDS: Final = ("session", "num_workers", "in_process", "delivered", "shard_states", "resumed_epoch")
 """Fields of a spec that a preview does not have: they name the workers and the progress of one client."""
@@ -145,7 +147,7 @@ class ErrorLog:
 
 def _listed(task: Task) -> list[int] | None:
     """Return the index list of a client-side sampler; None if it is not a short list of integers."""
-    if task.indices is None:
+    if task.indices is None or len(task.indices) > MAX_LIST_BYTES:
         return None
     single = task.spec.batch_size is None
     try:
