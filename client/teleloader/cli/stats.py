@@ -91,7 +91,8 @@ def record_of(kind: type[_Record], value: Any, url: str) -> _Record:
         ProtocolError: If a field is missing, or its value has another JSON type.
     """
     hints = get_type_hints(kind)
-    optional = {field.name for field in fields(kind) if field.default is not MISSING}  # older servers lack them
+    # older servers lack them
+    optional = {each.name for each in fields(kind) if not (each.default is each.default_factory is MISSING)}
     missing = hints.keys() - (optional | value.keys()) if isinstance(value, dict) else hints.keys()
     if missing:
         raise ProtocolError(
