@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +302,7 @@ def test_damaged_samples_are_computed_again(data: st.DataObject) -> None:
         dataset = cached(Made(image), Path(directory))
         dataset[3]
         (path,) = Path(directory).glob("*.sqlite")
-        with sqlite3.connect(path) as database:
+        with closing(sqlite3.connect(path)) as database, database:
             (frame,) = database.execute("SELECT frame FROM samples").fetchone()
             damaged = bytearray(frame)
             place = data.draw(st.integers(0, len(frame) - 1))
@@ -320,7 +321,7 @@ def test_a_sample_under_the_key_of_another_one_is_not_returned(tmp_path: Path) -
     dataset = cached(Made(image), tmp_path)
     dataset[3]
     (path,) = tmp_path.glob("*.sqlite")
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE samples SET item = 4")
     database.close()
     assert dataset[4]["label"] == 4
@@ -348,7 +349,7 @@ def test_processes_share_the_file_and_may_be_killed(tmp_path: Path) -> None:
     take_counts()
     assert [dataset[index]["label"] for index in range(100)] == list(range(100))
     assert take_counts().hits > 0
-    with sqlite3.connect(next(tmp_path.glob("*.sqlite"))) as database:
+    with closing(sqlite3.connect(next(tmp_path.glob("*.sqlite")))) as database, database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     database.close()
 
@@ -375,7 +376,7 @@ def test_a_forked_process_locks_the_file_itself(tmp_path: Path) -> None:
         del other, dataset.__dict__["_file"]
         dataset._file = None
     assert [process.exitcode for process in processes] == [0] * 4
-    with sqlite3.connect(next(tmp_path.glob("*.sqlite"))) as database:
+    with closing(sqlite3.connect(next(tmp_path.glob("*.sqlite")))) as database, database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert database.execute("SELECT count(*) FROM samples").fetchone()[0] > 300
     database.close()

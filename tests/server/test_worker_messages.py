@@ -20,6 +20,7 @@ substituted = st.lists(st.tuples(small, st.just([1, [[0, None, 5, "ValueError: x
 slow = st.lists(st.tuples(small, st.lists(st.tuples(small, st.floats(0)).map(list))).map(list))
 reports = st.builds(
     GroupReport, st.lists(small), failed=st.booleans(), stages=times, cpu_wait=st.floats(0), cpu=st.floats(0),
+    ended=st.lists(st.floats(0)),
     substituted=substituted, slowest=st.lists(st.none() | small), slow=slow, lengths=st.tuples(small, small),
     cache=st.builds(CacheCounts, small, small, st.floats(0)),
 )  # fmt: skip

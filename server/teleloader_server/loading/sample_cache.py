@@ -344,6 +344,11 @@ class _File:
         with suppress(sqlite3.Error):
             self._database.close()
 
+    def __del__(self) -> None:
+        """Close the database: since Python 3.13, sqlite3 warns of a connection that is deleted."""
+        if hasattr(self, "_database"):
+            self.close()
+
 
 def _check_owner(directory: Path) -> None:
     """Check that no other user can write a directory.
