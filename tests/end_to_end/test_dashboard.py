@@ -18,7 +18,7 @@ from teleloader_server import serve
 from teleloader_shared.stats import Diagnosis, ErrorCount, Stats
 from tests.conftest import StartServer, eventually
 from tests.end_to_end import hosted
-from tests.end_to_end.browser import CONTRAST, Visit, a_browser
+from tests.end_to_end.browser import CONTRAST, Visit
 from tests.end_to_end.made_up import (
     BUSY,
     CONSUMER,
@@ -42,26 +42,6 @@ PHONE = {"width": 360, "height": 780}
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 Open = Callable[..., "Page"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Start a browser for all tests of this module."""
-    with a_browser() as found:
-        yield found
-
-
-@pytest.fixture
-def visits() -> list[Visit]:
-    """Return the visits of the test, for tests that cause errors."""
-    return []
-
-
-@pytest.fixture
-def servers() -> Iterator[ExitStack]:
-    """Yield a stack of servers that stop after pages are closed, since an open page would reconnect."""
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

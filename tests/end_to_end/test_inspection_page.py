@@ -16,33 +16,13 @@ from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from tests.conftest import StartServer
 from tests.end_to_end import inspected
-from tests.end_to_end.browser import CONTRAST, Visit, a_browser
+from tests.end_to_end.browser import CONTRAST, Visit
 from tests.end_to_end.test_access import TokenTable
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 Open = Callable[..., "Page"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Start a browser for all tests of this module."""
-    with a_browser() as found:
-        yield found
-
-
-@pytest.fixture
-def servers() -> Iterator[ExitStack]:
-    """Yield a stack of servers that stop after pages are closed, since an open page would reconnect."""
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def visits() -> list[Visit]:
-    """Return the visits of the test, for tests that cause errors."""
-    return []
 
 
 @pytest.fixture

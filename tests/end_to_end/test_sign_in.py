@@ -17,7 +17,7 @@ import pytest
 
 from teleloader_shared.messages import NO_PAGE_HEADER
 from tests.conftest import ServerProcess, StartServer
-from tests.end_to_end.browser import CONTRAST, Visit, a_browser
+from tests.end_to_end.browser import CONTRAST, Visit
 from tests.end_to_end.test_access import TokenTable
 
 if TYPE_CHECKING:
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
 NUMBERS = "tests.end_to_end.hosted:numbers"
 PHONE = {"width": 360, "height": 780}
 UNAUTHORIZED = "401 (Unauthorized)"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Start a browser for all tests of this module."""
-    with a_browser() as found:
-        yield found
 
 
 @pytest.fixture

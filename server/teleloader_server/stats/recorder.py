@@ -39,7 +39,6 @@ from teleloader_shared.history import (
     SERVER_SERIES,
     History,
     LoopId,
-    MarkKind,
 )
 from teleloader_shared.server_summary import MAX_LOADERS, MAX_TEXT, ServerSummary
 from teleloader_shared.stats import WINDOW, Diagnosis
@@ -221,23 +220,22 @@ class Recorder:
     def _record_marks(self, now: float, second: int, engines: Sequence[Engine], *, has_errors: bool) -> None:
         if has_errors:
             if self._last_error is None or second - self._last_error > ERROR_PAUSE_S:
-                self._mark(second, "error", self._latest_error(now))
+                self._marks.add(second, "error", self._latest_error(now))
             self._last_error = second
         if self._counters.worker_restarts != self._restarts:
             exits = self._new_exits(engines)
             lost = self._counters.worker_restarts - self._restarts
-            self._mark(second, "restart", exits or f"{counted(lost, 'worker')} exited")
+            self._marks.add(second, "restart", exits or f"{counted(lost, 'worker')} exited")
             self._restarts = self._counters.worker_restarts
         if self._service.num_workers != self._num_workers:
             if self._num_workers is not None:
-                self._mark(second, "workers", f"{self._service.num_workers} workers instead of {self._num_workers}")
+                self._marks.add(
+                    second, "workers", f"{self._service.num_workers} workers instead of {self._num_workers}"
+                )
             self._num_workers = self._service.num_workers
         if self._service.draining.is_set() and not self._is_draining:
             self._is_draining = True
-            self._mark(second, "draining", "The server stops")
-
-    def _mark(self, second: int, kind: MarkKind, text: str) -> None:
-        self._marks.add(second, kind, text)
+            self._marks.add(second, "draining", "The server stops")
 
     def _latest_error(self, now: float) -> str:
         found = [
