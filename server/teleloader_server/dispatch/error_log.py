@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 from teleloader_server.loading import index_lists
 from teleloader_server.loading.tasks import Task, indices_of
 from teleloader_shared.codec import MAX_INDICES, Failure, Substitution
-from teleloader_shared.errors import TeleloaderError
 from teleloader_shared.inspection import ErrorRecord, Errors, Handling, Preview
 from teleloader_shared.spec import LoaderSpec
 
@@ -25,8 +24,6 @@ MAX_MESSAGE: Final = 500
 MAX_TRACEBACK: Final = 4000
 MAX_TYPE: Final = 200
 MAX_SHOWN_INDICES: Final = 20
-MAX_LIST_BYTES: Final = 16 * 1024
-"""Maximum size in bytes of an index list that is decoded: decoding a longer one would block the event loop."""
 
 _OWN_FIELDS: Final = ("session", "num_workers", "in_process", "delivered", "shard_states", "resumed_epoch")
 """Fields of a spec that a preview does not have: they name the workers and the progress of one client."""
@@ -147,16 +144,10 @@ class ErrorLog:
 
 def _listed(task: Task) -> list[int] | None:
     """Return the index list of a client-side sampler; None if it is not a short list of integers."""
-    if task.indices is None or len(task.indices) > MAX_LIST_BYTES:
+    if task.indices is None:
         return None
-    single = task.spec.batch_size is None
-    try:
-        found = index_lists.read(task.indices, single=single)
-    except TeleloaderError:  # a list that the worker could not read either
-        return None
-    if len(found) > MAX_INDICES or any(type(index) is not int for index in found):
-        return None
-    return found
+    found = index_lists.first_integers(task.indices, MAX_INDICES + 1)
+    return None if found is None or len(found) > MAX_INDICES else found
 
 
 def batch_preview(task: Task, listed: list[int] | None) -> Preview | None:

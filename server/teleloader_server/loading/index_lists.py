@@ -94,10 +94,15 @@ def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
         )
 
 
-def first_integers(frame: bytes, count: int) -> list[int]:
-    """Return the integers among the first `count` indices of a list, for error messages and statistics.
+def first_integers(frame: bytes, count: int) -> list[int] | None:
+    """Return the first `count` indices of a list if they are integers; called in the event loop.
 
-    Returns an empty list if the indices are of other types.
+    Args:
+        frame: Frame with the index list of one batch.
+        count: Maximum number of indices to decode.
+
+    Returns:
+        The integers; None if other indices are among them, or the frame is invalid.
     """
     try:
         listed = _parse(frame)
@@ -107,13 +112,13 @@ def first_integers(frame: bytes, count: int) -> list[int]:
                 start = listed.envelope.packed_array_start(length * dtype.itemsize)
                 found: list[int] = np.frombuffer(frame, dtype, min(length, count), start).tolist()
                 return found
-            case list(items):
-                return [item for item in items[:count] if type(item) is int]
-            case int(index):
+            case list(items) if set(map(type, items[:count])) <= {int}:
+                return items[:count]
+            case int(index) if type(index) is int:
                 return [index]
     except ProtocolError:
         pass  # a list of other values, which the dataset may accept
-    return []
+    return None
 
 
 class IndexMemory(codec.Bits):
