@@ -68,7 +68,11 @@ in memory."""
 _SMALL_FRAME: Final = 64 * 1024
 """Arrays of frames up to this size, in bytes, are never copied: the copy would cost more than the memory it frees."""
 _LARGE_FRAME: Final = 2**20
-"""Minimum size in bytes of frames that are verified while they arrive; smaller frames stay in the cache anyway."""
+"""Minimum size in bytes of frames whose checksums are computed while they are written and while they arrive, in pieces
+that the CPU's cache still contains. It contains smaller frames completely.
+"""
+_PIECE_BYTES: Final = 256 * 1024
+"""Size of these pieces in bytes, rounded to rows of an array."""
 _RUN_BYTES: Final = 256 * 1024
 """Maximum total size of the small frames that are decoded together, and share the memory that an array keeps alive."""
 _COMPARED_BYTES: Final = 2**21
@@ -311,16 +315,56 @@ class FrameWriter:
         before, after, segments, last_pad, nbytes = self._layout
         header = before + self._number + after
         raw[PROLOGUE_SIZE : PROLOGUE_SIZE + len(header)] = header
+        content = _WrittenContent(raw) if self._checksum and nbytes >= _LARGE_FRAME else None
         for leaf, (start, head, dtype) in zip(self._leaves, segments, strict=True):
             raw[start - len(head) : start] = head
-            leaf.write(np.ndarray(leaf.shape, dtype, raw, start))
+            out = np.ndarray(leaf.shape, dtype, raw, start)
+            if content is None or out.nbytes <= _PIECE_BYTES:
+                leaf.write(out)
+            else:
+                content.write(leaf, out, start)
         raw[nbytes - len(last_pad) : nbytes] = last_pad
         values = _VALUES_BEFORE_SEGMENTS + 2 * len(segments) + 1
-        digest = xxhash.xxh3_64_intdigest(raw[PROLOGUE_SIZE:nbytes]) if self._checksum else 0
+        if content is not None:
+            digest = content.digest(nbytes)
+        else:
+            digest = xxhash.xxh3_64_intdigest(raw[PROLOGUE_SIZE:nbytes]) if self._checksum else 0
         flag = _TRUE if self._checksum else _FALSE
         _PROLOGUE.pack_into(
             raw, 0, _ARRAY32, values, _FIXSTR4, MAGIC, _UINT64, nbytes, flag, _UINT64, digest, _UINT32, len(header)
         )
+
+
+class _WrittenContent:
+    """Checksum of a large frame, computed while its arrays are written.
+
+    Args:
+        raw: Buffer of the frame.
+    """
+
+    def __init__(self, raw: memoryview) -> None:
+        self._raw = raw
+        self._content = xxhash.xxh3_64()
+        self._hashed = PROLOGUE_SIZE
+
+    def write(self, leaf: Leaf, out: NDArray[Any], start: int) -> None:
+        """Write an array to `out`, which begins at offset `start`, and hash the frame up to its end."""
+        row = out.nbytes // len(out)
+        step = max(1, _PIECE_BYTES // row)
+        for first in range(0, len(out), step):
+            rows = out[first : first + step]
+            leaf.write(rows, first)
+            self._hash(start + first * row + rows.nbytes)
+
+    def digest(self, nbytes: int) -> int:
+        """Return the checksum of the complete frame of `nbytes` bytes."""
+        self._hash(nbytes)
+        digest: int = self._content.intdigest()
+        return digest
+
+    def _hash(self, end: int) -> None:
+        self._content.update(self._raw[self._hashed : end])
+        self._hashed = end
 
 
 class _Segment(NamedTuple):

@@ -66,8 +66,14 @@ class Leaf(Protocol):
     def kind(self) -> str:
         """Kind of the array: ``tensor``, ``ndarray``, or ``scalar`` for a NumPy scalar."""
 
-    def write(self, out: NDArray[Any]) -> None:
-        """Write the elements to `out`, an array of shape `shape` and NumPy type `dtypes.storage(dtype_name)`."""
+    def write(self, out: NDArray[Any], first: int | None = None) -> None:
+        """Write the elements to `out`, an array of shape `shape` and NumPy type `dtypes.storage(dtype_name)`.
+
+        Args:
+            out: Array to write to.
+            first: Row of this leaf that becomes the first row of `out`, which may then have fewer rows than `shape`;
+                None to write all rows.
+        """
 
 
 class ArrayLeaf(NamedTuple):
@@ -82,9 +88,9 @@ class ArrayLeaf(NamedTuple):
         """Shape of the array."""
         return self.array.shape
 
-    def write(self, out: NDArray[Any]) -> None:
+    def write(self, out: NDArray[Any], first: int | None = None) -> None:
         """Copy the array to `out`; all strides and byte orders are supported."""
-        out[...] = self.array
+        out[...] = self.array if first is None else self.array[first : first + len(out)]
 
 
 MakeLeaf = Callable[[str, tuple[int, ...], str], Any]

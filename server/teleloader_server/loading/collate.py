@@ -77,9 +77,9 @@ class Stack:
         self.shape = (len(arrays), *shape)
         self.dtype_name = dtypes.name_of(dtype)
 
-    def write(self, out: NDArray[Any]) -> None:
-        """Stack the arrays into the buffer `out`, which has the shape and dtype of the stack."""
-        arrays: Sequence[Any] = self._arrays
+    def write(self, out: NDArray[Any], first: int | None = None) -> None:
+        """Stack the arrays into the buffer `out`, from the array with the number `first` on (`Leaf.write`)."""
+        arrays: Sequence[Any] = self._arrays if first is None else self._arrays[first : first + len(out)]
         if self.dtype_name in dtypes.EXTENDED:
             arrays = [dtypes.bits_of(array) for array in arrays]
         if arrays[0].nbytes <= _JOINED_BYTES:
@@ -109,13 +109,14 @@ class TensorStack:
         self.dtype_name = str(tensors[0].dtype).removeprefix("torch.")
         self.shape = (len(tensors), *tensors[0].shape)
 
-    def write(self, out: NDArray[Any]) -> None:
-        """Stack the tensors into the buffer `out`, which has the shape and dtype of the stack."""
+    def write(self, out: NDArray[Any], first: int | None = None) -> None:
+        """Stack the tensors into the buffer `out`, from the tensor with the number `first` on (`Leaf.write`)."""
+        tensors = self._tensors if first is None else self._tensors[first : first + len(out)]
         target = self._torch.from_numpy(out)
         if self.dtype_name in dtypes.EXTENDED:
             target = target.view(getattr(self._torch, self.dtype_name))
         with self._torch.no_grad():  # tensors that require gradients cannot be written to `out` otherwise
-            self._torch.stack(self._tensors, out=target)
+            self._torch.stack(tensors, out=target)
 
 
 def default_collate(samples: Sequence[Any]) -> Any:
