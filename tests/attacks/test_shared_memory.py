@@ -65,6 +65,7 @@ def running(tokens: Path, *options: str) -> Iterator[ServerProcess]:
     """Run a server with one worker and a memory budget of a few slots."""
     server = ServerProcess(
         "--port", "0", "images=tests.end_to_end.hosted:images", "small=tests.end_to_end.hosted:small_images",
+        "tiny=tests.end_to_end.hosted:numbers",
         "--num-workers", "1", "--memory-budget", "32MiB",
         "--tokens", str(tokens), *options,
     )  # fmt: skip
@@ -421,6 +422,17 @@ def test_a_channel_without_handshake_is_closed(tokens: Path, message: bytes | No
         if message is not None:
             attacker.channel.send(message)
         assert attacker.is_disconnected()
+
+
+def test_a_channel_on_which_nothing_was_lent_yet_stays_open(tokens: Path) -> None:
+    """Batches that are too small to be lent also confirm the channel of their request."""
+    with running(tokens, "--limit", "header_timeout=0.5") as server:
+        client, silent = Attacker(server.url, dataset="tiny"), Attacker(server.url)
+        assert client.request(0).raise_for_status().headers["content-type"] != LOAN_MEDIA_TYPE
+        assert silent.is_disconnected()
+        client.channel.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.channel.recv(1)
 
 
 # --- A malicious server -------------------------------------------------------------------------------------------

@@ -200,8 +200,10 @@ def until_disconnect(scope: Scope, stream: BatchStream) -> AbstractContextManage
 
 async def ready_response(scope: Scope, service: LoaderService, stream: BatchStream) -> FrameResponse:
     """Wait for the first batch of a request; return a response with this batch and the ready batches after it."""
+    channel = channel_of(scope)
     # a client may keep the batches of an epoch that has not started for long, and the server's memory must not wait
-    channel = None if stream.consumer.is_background else channel_of(scope)
+    if channel is not None and (not channel.confirm(stream) or stream.consumer.is_background):
+        channel = None
     with stream, until_disconnect(scope, stream) as exchange:
         if exchange.transport is not None:
             stream.tally.loop.add_connection(exchange.transport)

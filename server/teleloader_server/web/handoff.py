@@ -182,12 +182,20 @@ class Channel:
         while self._loans:
             self._end(next(iter(self._loans)))
 
+    def confirm(self, stream: BatchStream) -> bool:
+        """Record that an authenticated request named this channel; return False if its principal is another one."""
+        quota = stream.consumer.principal_share.quota
+        if quota.name != self._principal:
+            return False
+        self.quota = quota
+        return True
+
     def lend(self, frame: Lease, stream: BatchStream) -> int | None:
         """Send the descriptor of a frame's slot.
 
         Args:
             frame: Frame of the response.
-            stream: Stream of the request that named this channel; it authorizes the client.
+            stream: Stream of the request that `confirm` accepted; it authorizes the client.
 
         Returns:
             The number of the loan; None if the frame cannot be lent, and must be sent.
@@ -196,17 +204,15 @@ class Channel:
             AccessDenied: If the client is no longer authorized.
         """
         stream.authorize()
-        consumer = stream.consumer
-        quota = consumer.principal_share.quota
-        if quota.name != self._principal or self._socket.fileno() == -1:
+        quota = self.quota
+        if quota is None or self._socket.fileno() == -1:
             return None
-        self.quota = quota
         number = next(self._numbers)
         head = LOAN.pack(number, len(frame))
         loan = self._channels.lender.lend(
             frame,
             quota,
-            consumer.loader.spec.content,
+            stream.consumer.loader.spec.content,
             lambda descriptor: socket.send_fds(self._socket, [head], [descriptor], socket.MSG_DONTWAIT),
         )
         if loan is None:
