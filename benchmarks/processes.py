@@ -107,12 +107,12 @@ def configured(num_workers: int, config: str, *options: str, tls: bool = False) 
     with TemporaryDirectory() as folder:
         file = Path(folder, "loader.toml")
         file.write_text(config)
-        certified, ca = _certified(Path(folder)) if tls else ((), None)
-        with running(["--config", str(file)], num_workers, *options, *certified, ca=ca) as started:
+        https, ca = certified(Path(folder)) if tls else ((), None)
+        with running(["--config", str(file)], num_workers, *options, *https, ca=ca) as started:
             yield started
 
 
-def _certified(folder: Path) -> tuple[tuple[str, str], str]:
+def certified(folder: Path) -> tuple[tuple[str, str], str]:
     """Create a certificate of a CA in files; return the server's options and the CA's file."""
     import trustme
 

@@ -111,6 +111,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         "The training loop waits 62 % of the time, and the server uses 3.9 of the server's 4 CPUs, so that more "
         "workers would not help: add another server, or speed up the stage 'fetch'",
     ),
+    "small batches use all CPUs": (
+        {**WAITS, "typical": 40e-6},
+        {"busy": 1.0, "workers": 4, "machine": FULL},
+        "machine",
+        5,
+        "A worker computes a batch in 40 us, so that most of the CPU time is overhead per batch: use larger batches",
+    ),
     "other programs use all CPUs": (
         WAITS,
         {"busy": 1.0, "cpu": 0.8, "cpu_wait": 2.1, "machine": FILLED},
@@ -325,6 +332,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         None,
         "for several reasons: 20 % for batches that are not ready, 20 % for batches in transit, and 20 % for batches "
         "that have arrived.",
+    ),
+    "several reasons on full CPUs": (
+        {"data_wait_fraction": 0.6, "starved_fraction": 0.2, "receiving": receiving(0.2, 0.2)},
+        {"machine": FULL, "main": MainProcess(0.0, 0.5, 0.4)},
+        "machine",
+        None,
+        "the server uses 3.9 of the server's 4 CPUs, so that more workers would not help",
     ),
     "the loop does nothing but wait": (
         {"data_wait_fraction": 0.999, "starved_fraction": 1.0},

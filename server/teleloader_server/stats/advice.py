@@ -18,6 +18,8 @@ CPUS_BUSY: Final = 0.8
 """CPU utilization above which additional workers would not increase the throughput."""
 HARDLY_FASTER: Final = 0.8
 """Busy fraction of the workers above which loading is hardly faster than training."""
+SMALL_BATCH_S: Final = 0.0005
+"""Median computing time of a batch in seconds below which its transport takes more CPU time than its computation."""
 MIN_BATCH_RATE: Final = 0.01
 """Batches/s below which a consumer counts as receiving no batches."""
 WORKERS_PER_CPU: Final = 4
@@ -70,10 +72,13 @@ def machine(consumer: ConsumerRates, pool: PoolLoad, *, is_throttled: bool) -> s
             f"{_waits(consumer)}, and other programs use {number(others)} of {cpus}, so that {queued}: stop them, or "
             "run the server on another machine."
         )
-    return (
-        f"{_waits(consumer)}, and the server uses {number(found.own)} of {cpus}, so that more workers would not help: "
-        f"add another server, or {_faster(consumer)}."
-    )
+    full = f"{_waits(consumer)}, and the server uses {number(found.own)} of {cpus}, so that more workers would not help"
+    if consumer.typical is not None and consumer.typical < SMALL_BATCH_S:
+        return (
+            f"{full}. A worker computes a batch in {seconds(consumer.typical)}, so that most of the CPU time is "
+            "overhead per batch: use larger batches (batch_size= of the DataLoader), or add another server."
+        )
+    return f"{full}: add another server, or {_faster(consumer)}."
 
 
 def straggler(consumer: ConsumerRates, pool: PoolLoad) -> str:

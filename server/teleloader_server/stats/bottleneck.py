@@ -56,7 +56,7 @@ LOSS: Final = 0.02
 STRAGGLER_FACTOR: Final = 3.0
 """Multiple of the median computing time from which a batch is a straggler."""
 STARVED: Final = 0.4
-"""Minimum share of a data wait without a main part that missing CPUs must explain."""
+"""Minimum share of a data wait without a main part for which workers or main process must need a CPU."""
 BATCHES_PER_WORKER: Final = 2
 """Requested and prefetched batches per worker above which more prefetching would not keep the workers busier."""
 MIN_SECONDS: Final = 2.0
@@ -177,13 +177,11 @@ def _finding(consumer: ConsumerRates, pool: PoolLoad, parts: Parts, needed: int 
 
 def _of_several(consumer: ConsumerRates, pool: PoolLoad, parts: Parts, wait: float) -> Finding:
     """Explain a wait without a main part: CPUs that are full delay workers, main process and client alike."""
-    main = pool.main
-    busy = (main.cpu or 0.0) + (main.cpu_wait or 0.0)
-    queued = parts.not_ready * min(1.0, pool.cpu_wait / pool.load) if pool.load else 0.0
-    if busy:
-        queued += parts.in_transit * (main.cpu_wait or 0.0) / busy
-    if _has_no_cpu(pool) and queued >= STARVED * wait:
-        return Finding("machine", queued / wait, _machine_advice(consumer, pool))
+    computing = ((pool.cpu or 0.0) + pool.cpu_wait) / pool.load if pool.load else 0.0
+    main = min(1.0, (pool.main.cpu or 0.0) + (pool.main.cpu_wait or 0.0))
+    of_cpus = parts.not_ready * min(1.0, computing) + parts.in_transit * main
+    if _has_no_cpu(pool) and of_cpus >= STARVED * wait:
+        return Finding("machine", of_cpus / wait, _machine_advice(consumer, pool))
     return Finding("unknown", 0.0, advice.unexplained(consumer, parts))
 
 
