@@ -208,7 +208,7 @@ class Workload:
         order = self.order()
         return iter(lambda: list(islice(order, self.batch_size)), [])
 
-    def columns(self, dataset: Any, indices: Sequence[int]) -> list[Any]:
+    def columns(self, dataset: Any, indices: Sequence[int] | NDArray[np.int64]) -> list[Any]:
         """Return the arrays of a batch, each either as an array or as a sequence of the samples' values."""
         if self.whole_batches:
             return arrays(dataset.__getbatch__(np.asarray(indices)))
@@ -217,7 +217,7 @@ class Workload:
             return arrays(self.collate_function(samples))
         return list(zip(*samples, strict=True)) if isinstance(samples[0], tuple) else [samples]
 
-    def expected(self, dataset: Any, indices: Sequence[int]) -> Arrays:
+    def expected(self, dataset: Any, indices: Sequence[int] | NDArray[np.int64]) -> Arrays:
         """Return the arrays of a batch."""
         columns = self.columns(dataset, indices)
         return [column if isinstance(column, np.ndarray) else np.stack(column) for column in columns]

@@ -12,13 +12,15 @@ from typing import Final
 from benchmarks.measuring import Contender
 from benchmarks.peers.flight import Flight
 from benchmarks.peers.grain import Grain
+from benchmarks.peers.ray_data import RayData
 from benchmarks.peers.tf_data import TfData
 from benchmarks.peers.webdataset import WebDataset
 from benchmarks.workloads import Workload
 
-PEERS: Final[dict[str, type[Flight] | type[TfData] | type[Grain] | type[WebDataset]]] = {
+PEERS: Final[dict[str, type[Flight] | type[TfData] | type[RayData] | type[Grain] | type[WebDataset]]] = {
     "flight": Flight,
     "tf_data": TfData,
+    "ray_data": RayData,
     "grain": Grain,
     "webdataset": WebDataset,
 }
