@@ -337,7 +337,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         {"data_wait_fraction": 0.6, "starved_fraction": 0.2, "receiving": receiving(0.2, 0.2)},
         {"machine": FULL, "main": MainProcess(0.0, 0.5, 0.4)},
         "machine",
-        None,
+        5,
         "the server uses 3.9 of the server's 4 CPUs, so that more workers would not help",
     ),
     "the loop does nothing but wait": (
