@@ -8,7 +8,7 @@ memory, from which the training process reads them. The order of blocks is prese
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any, Final
 
@@ -49,11 +49,13 @@ class RayData:
         context.enable_progress_bars = False
         context.execution_options.preserve_order = True
         try:
-            batches = ray.data.range(EPOCH_BATCHES * workload.batch_size).map_batches(
+            computed = ray.data.range(EPOCH_BATCHES * workload.batch_size).map_batches(
                 Computed, fn_constructor_args=(workload.name,), batch_size=workload.batch_size,
                 concurrency=workload.num_workers,
             )  # fmt: skip
-            yield map(_ordered, batches.iter_batches(batch_size=workload.batch_size, prefetch_batches=BUFFERED))
+            batches = iter(computed.iter_batches(batch_size=workload.batch_size, prefetch_batches=BUFFERED))
+            with closing(batches):
+                yield map(_ordered, batches)
         finally:
             ray.shutdown()
 
