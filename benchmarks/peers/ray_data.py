@@ -22,6 +22,10 @@ from benchmarks.workloads import EPOCH_BATCHES, WORKLOADS, Arrays, Workload, arr
 
 BUFFERED: Final = 2
 """Batches that the training process fetches ahead, as with torch."""
+BLOCK_BYTES: Final = 32 * 2**20
+"""Maximum size of blocks in bytes. With Ray's default of 128 MiB, a turn would mostly load batches that were computed
+before it began.
+"""
 
 
 class RayData:
@@ -47,6 +51,7 @@ class RayData:
         )  # fmt: skip
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
+        context.target_max_block_size = BLOCK_BYTES
         context.execution_options.preserve_order = True
         try:
             computed = ray.data.range(EPOCH_BATCHES * workload.batch_size).map_batches(
