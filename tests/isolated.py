@@ -67,14 +67,17 @@ def isolated_server(
     Args:
         arguments: Arguments of the server.
         server_user: User and group of the server.
-        server_privileges: Further arguments of ``setpriv`` for a server that is not root.
+        server_privileges: Further arguments of ``setpriv``, with which the server starts.
         settings: Further arguments of `ServerProcess`.
     """
     with open_folder() as place:
         prefix = readable_interpreter(place)
         if server_user:
-            prefix += ["setpriv", f"--reuid={server_user}", f"--regid={server_user}", "--clear-groups"]
-            prefix += [*server_privileges, "--"]
+            server_privileges = [
+                f"--reuid={server_user}", f"--regid={server_user}", "--clear-groups", *server_privileges
+            ]  # fmt: skip
+        if server_privileges:
+            prefix += ["setpriv", *server_privileges, "--"]
         server = ServerProcess("--port", "0", *arguments, prefix=prefix, **settings)
         try:
             yield server

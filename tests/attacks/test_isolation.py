@@ -44,8 +44,9 @@ class Attacked(NamedTuple):
 
 
 @contextmanager
-def attacked(*options: str, server_user: int = 0) -> Iterator[Attacked]:
-    """Run a server with tokens, a TLS key and secrets in the environment."""
+def attacked(*options: str, **settings: Any) -> Iterator[Attacked]:
+    """Run a server with tokens, a TLS key and secrets in the environment; `settings` as for `isolated_server`."""
+    server_user = settings.get("server_user", 0)
     with open_folder() as folder, socket.create_server(("127.0.0.1", 0)) as listening:
         files = Files(folder)
         cert, key = files.make("server", "127.0.0.1")
@@ -63,15 +64,15 @@ def attacked(*options: str, server_user: int = 0) -> Iterator[Attacked]:
         }  # fmt: skip
         with isolated_server(
             "intruder=tests.attacks.intruder:Intruder", "--num-workers", "1", "--tokens", str(tokens),
-            "--ssl-certfile", cert, "--ssl-keyfile", key, *options, environment=environment, server_user=server_user,
+            "--ssl-certfile", cert, "--ssl-keyfile", key, *options, environment=environment, **settings,
         ) as server:  # fmt: skip
             yield Attacked(server, RemoteDataset(server.url, "intruder", token=TOKEN, ca=files.ca))
 
 
 @pytest.fixture(scope="module")
 def isolated() -> Iterator[Attacked]:
-    """Run a server as root with all restrictions of its workers."""
-    with attacked(*AS_WORKER_USER, *LIMITS) as found:
+    """Run a server as root, with supplementary groups, and with all restrictions of its workers."""
+    with attacked(*AS_WORKER_USER, *LIMITS, server_privileges=["--groups=4,27"]) as found:
         yield found
 
 
