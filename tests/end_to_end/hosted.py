@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -153,6 +154,11 @@ def large() -> Large:
 def images() -> Samples:
     """Return samples of 3 MiB, which are sent in shared memory."""
     return Samples(lambda i: np.full(3 * 2**20, 1 + i % 251, np.uint8), 60)
+
+
+def interfaces() -> Samples:
+    """Return the names of the network interfaces of the worker."""
+    return Samples(lambda i: ", ".join(name for _, name in socket.if_nameindex()))
 
 
 def small_images() -> Samples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import select
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from teleloader_server.workers.arena import Arena, Mapping, Slot
 from teleloader_server.workers.channel import Channel
+from teleloader_server.workers.lendable import SEALS
 from tests.conftest import examples
 
 PAGE = 4096
@@ -410,3 +412,28 @@ def test_what_a_killed_worker_made_can_still_be_read_and_nothing_is_left_of_it()
 def memfds_mapped() -> int:
     """Return the number of teleloader's anonymous memory files that this process maps."""
     return Path("/proc/self/maps").read_text().count("memfd:teleloader")
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, SEALS & ~fcntl.F_SEAL_SHRINK])
+def test_memory_that_an_untrusted_worker_could_shrink_is_not_mapped(seals: int) -> None:
+    """Reading it after it was shrunk would end the server by SIGBUS."""
+    fd = os.memfd_create("teleloader-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, PAGE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    with pytest.raises(PermissionError, match="without seals"):
+        Mapping(fd, PAGE, is_trusted=False)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_an_untrusted_worker_cannot_announce_a_slot_that_is_larger_than_its_memory() -> None:
+    """The same holds for bytes after the end of the file."""
+    for size, is_mapped in ((PAGE, True), (PAGE + 1, False)):
+        fd = os.memfd_create("teleloader-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, PAGE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        try:
+            Mapping(fd, size, is_trusted=False)
+            assert is_mapped
+        except PermissionError:
+            assert not is_mapped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import os
 import sys
@@ -24,11 +25,13 @@ from teleloader_server.workers.lendable import (
     DISCARD,
     MIN_LENT_BYTES,
     NOBODY,
+    SEALS,
     LendableFrame,
     LendableSlot,
     is_lendable,
     is_supported,
 )
+from teleloader_server.workers.procfs import Capability
 from teleloader_shared.handoff import Offer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="requires memfd")
@@ -194,6 +197,21 @@ def test_descriptors_of_slots_are_limited(slots: Slots, monkeypatch: pytest.Monk
     monkeypatch.setattr("teleloader_server.workers.lendable._FILES_SHARE", 0)
     slot = slots.arena.take(SIZE)
     assert not is_lendable(slots.mappings[slot.number].lease(SIZE, lambda: None))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="requires root, to change the owner of memory")
+def test_memory_of_another_user_is_lent_only_with_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CAP_LEASE, the kernel does not report who holds the memory, and frames are sent."""
+    for held, is_lent in ((frozenset(Capability), True), (frozenset(Capability) - {Capability.LEASE}, False)):
+        monkeypatch.setattr("teleloader_server.workers.lendable.capabilities", lambda held=held: held)
+        fd = os.memfd_create("teleloader-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        os.fchown(fd, 54321, 54321)
+        slot = LendableSlot.of(fd, SIZE)
+        os.close(fd)
+        assert (slot is not None) == is_lent
+        assert slot is None or not slot.is_held()
 
 
 def test_a_change_of_tokens_ends_the_reuse_of_lent_slots() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,15 +17,19 @@ import pytest
 
 from teleloader_server.workers.procfs import (
     NO_MEMORY,
+    Capability,
     CpuQuota,
     CpuUse,
     CpuWait,
+    capabilities,
     cpu_ticks,
     is_stopped,
     memory,
     oom_kills,
+    open_process,
     pressure,
     resident_bytes,
+    send_signal,
 )
 
 PTRACE_TRACEME = 0
@@ -228,3 +234,39 @@ def test_the_kernels_count_is_a_number() -> None:
     """The kernel's count of OOM kills is never negative and never decreases."""
     before = oom_kills()
     assert 0 <= before <= oom_kills()
+
+
+def test_a_signal_is_sent_only_to_a_process_of_the_user() -> None:
+    """A PID that another process reported may be that of any process."""
+    mine = os.geteuid()
+    with child(lambda: None) as pid:
+        with pytest.raises(ProcessLookupError, match=f"process {pid} does not belong to user {mine + 1}"):
+            open_process(pid, mine + 1)
+        send_signal(pid, signal.SIGKILL, mine + 1)
+        assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        send_signal(pid, signal.SIGSTOP, mine)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        send_signal(pid, signal.SIGCONT, None)
+        os.waitid(os.P_PID, pid, os.WCONTINUED | os.WNOWAIT)
+
+
+def test_a_process_that_has_exited_receives_no_signal() -> None:
+    """Its PID may belong to another process later."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    send_signal(pid, signal.SIGKILL, None)
+    with pytest.raises(ProcessLookupError):
+        open_process(pid, None)
+
+
+def test_capabilities_are_those_of_this_process() -> None:
+    """A process that is not root has none of them, unless it was granted some."""
+    code = "from teleloader_server.workers.procfs import capabilities; print(len(capabilities()))"
+    if os.geteuid() != 0:
+        assert len(capabilities()) == 0
+        return
+    command = ["setpriv", "--bounding-set=-lease", "--inh-caps=-all", sys.executable, "-c", code]
+    assert len(capabilities()) == len(Capability)
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{len(Capability) - 1}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -15,6 +16,7 @@ from teleloader_server.config import DatasetConfig
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import Limits, default_num_workers
 from teleloader_server.web.app import Server
+from teleloader_server.workers.isolation import Isolation, user_name
 from teleloader_shared.messages import DatasetInfo
 from teleloader_shared.units import counted, size
 from teleloader_shared.version import VERSION
@@ -27,10 +29,11 @@ def log_start(configs: Iterable[DatasetConfig]) -> None:
     logger.info("building %s", ", ".join(f"{config.name} ({config.factory})" for config in configs))
 
 
-async def show_banner(web: Server, service: LoaderService, url: str) -> None:
+async def show_banner(web: Server, service: LoaderService, isolation: Isolation, url: str) -> None:
     """Print the start-up banner once the server listens, or log its lines if stderr is not an interactive terminal."""
     await web.listening.wait()
-    show(url, facts(list(service.datasets.values()), service.limits, web.authenticator, web.config.host, url))
+    datasets = list(service.datasets.values())
+    show(url, facts(datasets, service.limits, isolation, web.authenticator, web.config.host, url))
 
 
 def show(url: str, labelled: Iterable[tuple[str, str]]) -> None:
@@ -54,7 +57,12 @@ def _is_interactive() -> bool:
 
 
 def facts(
-    datasets: Sequence[DatasetInfo], limits: Limits, authenticator: Authenticator, host: str, url: str
+    datasets: Sequence[DatasetInfo],
+    limits: Limits,
+    isolation: Isolation,
+    authenticator: Authenticator,
+    host: str,
+    url: str,
 ) -> Iterator[tuple[str, str]]:
     """Yield the labels and texts of the banner's lines."""
     for info in datasets:
@@ -63,6 +71,8 @@ def facts(
     count = limits.num_workers
     workers = "none (the server process computes the batches)" if count == 0 else counted(count, "process", "processes")
     yield "workers", f"{workers}; {counted(default_num_workers(), 'CPU')} available"
+    if count:
+        yield "isolation", isolation.describe(user_name(os.geteuid()))
     yield "memory", f"up to {size(limits.memory_budget)} of prefetched batches"
     if host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
         yield "listening", "on all IP addresses of this machine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import click
 from teleloader_server.cli.probe import Checked, Problem
 from teleloader_server.config import DatasetConfig
 from teleloader_server.limits import Limits
+from teleloader_server.workers.isolation import Isolation
 from teleloader_shared.stats import Latency
 from teleloader_shared.summary import Part
 from teleloader_shared.units import counted, number, seconds, share, size
@@ -24,13 +26,19 @@ _COLOURS: Final = {"error": "red", "warning": "yellow", "hint": "cyan"}
 
 
 def check(
-    config: DatasetConfig, limits: Limits, batch_size: int, batches: int, on_step: Callable[[str], None]
+    config: DatasetConfig,
+    limits: Limits,
+    isolation: Isolation,
+    batch_size: int,
+    batches: int,
+    on_step: Callable[[str], None],
 ) -> Checked:
     """Check a dataset in a child process, so that a crash in dataset code does not end this process.
 
     Args:
         config: Configuration of the dataset.
         limits: Worker limits of the server that will host the dataset.
+        isolation: Restrictions of the child process.
         batch_size: Samples per batch.
         batches: Batches per pass.
         on_step: Callback, called with the name of each step.
@@ -43,8 +51,10 @@ def check(
         "dataset": asdict(config), "limits": asdict(limits), "path": sys.path, "batch_size": batch_size,
         "batches": batches,
     }  # fmt: skip
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
+    with subprocess.Popen(  # noqa: S603
+        isolation.command([sys.executable, "-c", program]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=isolation.environment(os.environ),
+    ) as process:  # fmt: skip
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("internal error: Popen returned no pipes")
         step = "starting"

@@ -10,8 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, get_args
@@ -27,7 +26,9 @@ from teleloader_server.cli import check as checking
 from teleloader_server.cli.banner import log_start, show_banner
 from teleloader_server.cli.fleet import advertised_url, announcer, fleet_of, fleet_options
 from teleloader_server.cli.group import HostingCommand, complete_command
+from teleloader_server.cli.isolation import isolation_options, pop_isolation, protect_process, secret_files
 from teleloader_server.cli.listener import Listener, bind_consecutive
+from teleloader_server.cli.parameters import Limit, Size, usage_errors
 from teleloader_server.cli.reload import Reloader
 from teleloader_server.cli.several import run_several
 from teleloader_server.config import (
@@ -36,7 +37,6 @@ from teleloader_server.config import (
     DEFAULT_SHUTDOWN_GRACE,
     ConfigError,
     DatasetConfig,
-    parse_size,
     read_toml,
 )
 from teleloader_server.dispatch.service import LoaderService
@@ -52,6 +52,7 @@ from teleloader_server.limits import (
 from teleloader_server.web.app import Server, url_of
 from teleloader_server.web.guard_manager import raise_file_limit
 from teleloader_server.workers.factory import ConfiguredPools
+from teleloader_server.workers.isolation import ServerProcess
 from teleloader_server.workers.procfs import shortage
 from teleloader_server.workers.shared import SharedForkServer
 from teleloader_shared.command_line import CONTEXT, as_json, version_option
@@ -82,48 +83,11 @@ class ConfigFile(NamedTuple):
     datasets: list[DatasetConfig]
 
 
-class Limit(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4, and older versions are supported
-    """click parameter type of the ``--limit`` option: ``NAME=VALUE``, the name and value of a limit."""
-
-    name = "limit"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """Parse ``NAME=VALUE`` to a (name, value) pair."""
-        name, equals, stated = str(value).partition("=")
-        if not equals:
-            self.fail(f"expected NAME=VALUE, got {value!r}", param, ctx)
-        return name.strip(), stated.strip()
-
-
-class Size(click.ParamType):  # type: ignore[type-arg] # as above
-    """click parameter type of sizes: bytes, or a number with a unit such as ``512MiB`` or ``2GiB``."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse a size such as ``512MiB`` to bytes."""
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_size(str(value))
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Convert `ConfigError` to click's usage error, which exits with code 2."""
-    try:
-        yield
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
-
-
 def _from_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> ConfigFile | None:
     """Read a configuration file, and use its ``[server]`` table as defaults of the command-line options."""
     if path is None:
         return None
-    with _usage_errors():
+    with usage_errors():
         defaults, limits, datasets = read_toml(path)
     not_in_file = {"config", "demo", "datasets", "version", "limits", "exit_with_parent"}
     known = {option.name for option in server.params} - not_in_file
@@ -225,7 +189,7 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
     # users keep their datasets in the folder where they start the server
     sys.path.insert(0, str(Path.cwd()))
     from_file = [] if config is None else config.datasets
-    with _usage_errors():
+    with usage_errors():
         configs = [*from_file, *(DatasetConfig.parse(text) for text in named), *(DEMO if demo else ())]
     if not configs:
         raise click.UsageError("no dataset: pass at least one as module:name, or --demo for the embedded dataset")
@@ -242,6 +206,7 @@ _CONTEXT: Final = {**CONTEXT, "auto_envvar_prefix": "TELELOADER"}
 @click.command(cls=HostingCommand, context_settings=_CONTEXT)
 @_dataset_arguments
 @_listener_options
+@isolation_options
 @click.option("--host", default=DEFAULT_HOST, show_default=True, help="IP address to listen on.")
 @click.option(
     "-p", "--port", default=DEFAULT_PORT, show_default=True, type=click.IntRange(0, 65535),
@@ -367,21 +332,25 @@ def server(
     """  # noqa: D301 - the escapes are click's
     logs.configure(log_level, log_format)
     configs = _configs(datasets, config, demo=demo)
-    with _usage_errors():
+    with usage_errors():
         client_limits = ClientLimits.parse({**({} if config is None else config.limits), **dict(limits)})
         worker_limits = Limits(**{field.name: options.pop(field.name) for field in fields(Limits)})
+        isolation = pop_isolation(options, worker_limits)
+        secrets = secret_files(None if config is None else config.path, isolation, **options)
+    protect_process(secrets, isolation, worker_limits)
     if reload:
         sys.exit(_reload(configs, config, host, port, servers))
-    with _usage_errors():
+    with usage_errors():
         listener = _listener(host, port, **options)
+        isolation.check(ServerProcess.current(), [*secrets, *([] if audit_log is None else [audit_log])])
 
     if servers == 1:
-        pools = ConfiguredPools(configs, worker_limits)
+        pools = ConfiguredPools(configs, worker_limits, isolation)
         sys.exit(_run(pools, worker_limits, client_limits, listener, shutdown_grace, audit_log))
-    forkserver = SharedForkServer(configs)
+    forkserver = SharedForkServer(configs, isolation)
 
     def run(limits: Limits, listener: Listener, listens: Callable[[], object]) -> int:
-        pools = ConfiguredPools(configs, limits, forkserver.split)
+        pools = ConfiguredPools(configs, limits, isolation, forkserver.split)
         return _run(pools, limits, client_limits, listener, shutdown_grace, audit_log, listens)
 
     try:
@@ -405,6 +374,7 @@ def server(
     "with several workers. Each run stops after 10 seconds.",
 )  # fmt: skip
 @click.option("--max-batch-bytes", default="1GiB", show_default=True, type=Size(), help="Maximum size of a batch.")
+@isolation_options
 @click.option(
     "--batch-timeout", default=60.0, show_default=True, type=click.FloatRange(0),
     help="Timeout of a batch in seconds; 0 disables the timeout.",
@@ -419,6 +389,7 @@ def check(
     max_batch_bytes: int,
     batch_timeout: float,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Check datasets before use.
 
@@ -432,9 +403,13 @@ def check(
     configs = _configs(datasets, config, demo=demo)
     logs.configure("warning", "text")
     limits = Limits(max_batch_bytes=max_batch_bytes, batch_timeout=batch_timeout)
+    with usage_errors():
+        isolation = pop_isolation(options, limits)
+        isolation.check(ServerProcess.current())
     found = []
     for dataset in configs:
-        found.append(checking.check(dataset, limits, batch_size, batches, checking.progress_of(dataset.name)))
+        progress = checking.progress_of(dataset.name)
+        found.append(checking.check(dataset, limits, isolation, batch_size, batches, progress))
         if not as_json:
             checking.show(found[-1])
     if as_json:
@@ -539,7 +514,9 @@ async def _serve(
         raise listener.cannot_listen(error) from None
     audit.record("server_started", version=VERSION, pid=os.getpid(), url=url)
     shown = url_of(listening, web.scheme)
-    banner = asyncio.create_task(show_banner(web, service, shown) if listens is None else _report(web, shown, listens))
+    banner = asyncio.create_task(
+        show_banner(web, service, pools.isolation, shown) if listens is None else _report(web, shown, listens)
+    )
     announced = announcer(listener.fleet, url, web.instance_key, lambda: web.started and service.ready, web.summary)
     web.before_drain = announced.leave
     try:

@@ -60,8 +60,7 @@ def run_several(
 
         def show_banner() -> None:
             servers = f"{count} on ports {ports[0]} to {ports[-1]}; clients find all of them at this URL"
-            banner.show(
-                url, [("servers", servers), *banner.facts(infos, limits, listener.authenticator, listener.host, url)]
-            )
+            facts = banner.facts(infos, limits, forkserver.isolation, listener.authenticator, listener.host, url)
+            banner.show(url, [("servers", servers), *facts])
 
         return ServerSupervisor(count, serve, forkserver, show_banner, grace).run()

@@ -6,6 +6,8 @@ import difflib
 import hashlib
 import importlib
 import json
+import os
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -322,6 +324,21 @@ def is_factory(found: Any) -> bool:
     )
 
 
+def _unreadable_folders() -> str:
+    """Return a hint about folders that Python skips, because the user of this process cannot read them."""
+    found = []
+    for folder in filter(None, sys.path):
+        try:
+            is_folder = stat.S_ISDIR(Path(folder).stat().st_mode)
+        except PermissionError:
+            is_folder = True
+        except OSError:
+            is_folder = False
+        if is_folder and not os.access(folder, os.R_OK | os.X_OK):
+            found.append(folder)
+    return f". User ID {os.geteuid()} cannot read {', '.join(found)}" if found else ""
+
+
 def resolve(target: str, what: str) -> Any:
     """Import the object that ``module:name`` refers to.
 
@@ -343,7 +360,7 @@ def resolve(target: str, what: str) -> Any:
             raise ConfigError(f"{what}: expected a module, got a file. Use {module}:{path}") from None
         raise ConfigError(
             f"{what}: module {module_name!r} not found in the current folder ({Path.cwd()}) or in the Python "
-            f"environment {sys.prefix}. Check the name, or install the module"
+            f"environment {sys.prefix}. Check the name, or install the module{_unreadable_folders()}"
         ) from None
     for name in path.split("."):
         try:

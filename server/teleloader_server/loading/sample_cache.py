@@ -360,7 +360,7 @@ def _check_owner(directory: Path) -> None:
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
             f"other users can write the directory (owner {status.st_uid}, mode {stat.filemode(status.st_mode)}): run "
-            f"chmod 755 {directory}, or use a directory of the server's user"
+            f"chmod 755 {directory}, or use a directory of the workers' user"
         )
 
 

@@ -14,6 +14,7 @@ the client may have kept a descriptor.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -27,7 +28,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from teleloader_server.workers.lendable import DISCARD, MIN_LENT_BYTES, NOBODY, SEALS, LendableFrame, LendableSlot
+from teleloader_server.workers.lendable import (
+    DISCARD,
+    MIN_LENT_BYTES,
+    NOBODY,
+    SEALS,
+    LendableFrame,
+    LendableSlot,
+    is_sealed,
+)
 
 _SMALLEST: Final = 4096
 
@@ -140,10 +149,22 @@ class Arena:
 
 
 class Mapping:
-    """Shared-memory slot of a worker, mapped read-only in the server."""
+    """Shared-memory slot of a worker, mapped read-only in the server.
 
-    def __init__(self, fd: int, size: int) -> None:
+    Args:
+        fd: Descriptor of the slot; this object closes it.
+        size: Size in bytes.
+        is_trusted: False if the worker runs as another user.
+
+    Raises:
+        OSError: If the slot cannot be mapped, or an untrusted worker could shrink it: reading it would then end the
+            server by SIGBUS.
+    """
+
+    def __init__(self, fd: int, size: int, *, is_trusted: bool = True) -> None:
         try:
+            if not is_trusted and (not is_sealed(fd) or os.fstat(fd).st_size < size):
+                raise OSError(errno.EPERM, "the worker sent memory without seals")
             # a memoryview: otherwise views of a lease would refer to the owner of the memory and not to the lease
             self._memory = _mapped(fd, size, mmap.PROT_READ).data.toreadonly()
             self.lendable = LendableSlot.of(fd, size)

@@ -11,6 +11,7 @@ from teleloader_server.limits import Limits
 from teleloader_server.loading.datasets import HostedDataset, open_datasets
 from teleloader_server.workers.forkserver import ForkServer
 from teleloader_server.workers.inprocess import InProcessPool
+from teleloader_server.workers.isolation import NO_ISOLATION, Isolation
 from teleloader_server.workers.pool import Pool
 from teleloader_server.workers.processes import ProcessPool
 from teleloader_shared import local
@@ -48,6 +49,7 @@ class ConfiguredPools:
     Args:
         configs: The datasets.
         limits: Limits of each pool.
+        isolation: Restrictions of the fork server and its workers.
         make_forkserver: Function that returns a fork server for the shared pool; None to start one for this server.
     """
 
@@ -57,11 +59,13 @@ class ConfiguredPools:
         self,
         configs: Sequence[DatasetConfig],
         limits: Limits,
+        isolation: Isolation = NO_ISOLATION,
         make_forkserver: Callable[[], ForkServer] | None = None,
     ) -> None:
         self.configs = configs
+        self.isolation = isolation
         self._limits = limits
-        self._make_forkserver = make_forkserver or (lambda: ForkServer.spawn(configs))
+        self._make_forkserver = make_forkserver or (lambda: ForkServer.spawn(configs, isolation))
         self._processes: ProcessPool | None = None
 
     def infos(self) -> None:
@@ -107,7 +111,7 @@ class ConfiguredPools:
         # never recycled: a new worker would have to iterate its shard from the start
         limits = dataclasses.replace(self._limits, num_workers=spec.shards, max_batches_per_worker=0)
         if self._processes is None:
-            return ProcessPool(lambda: ForkServer.spawn(mine), limits, spec)
+            return ProcessPool(lambda: ForkServer.spawn(mine, self.isolation), limits, spec)
         return ProcessPool(self._processes.split_forkserver, limits, spec)
 
 

@@ -37,9 +37,11 @@ from teleloader_server.loading.datasets import HostedDataset, cannot_build, open
 from teleloader_server.loading.deferred import DeferredDataset
 from teleloader_server.workers import messages, worker
 from teleloader_server.workers.channel import Channel, close_inherited
+from teleloader_server.workers.confine import forbid_new_privileges
 from teleloader_server.workers.health import exit_reason
+from teleloader_server.workers.isolation import NO_ISOLATION, Isolation
 from teleloader_server.workers.messages import decode, encode
-from teleloader_server.workers.procfs import shortage
+from teleloader_server.workers.procfs import open_process, shortage
 from teleloader_shared.messages import DatasetInfo
 
 _WORKER_GRACE_S: Final = 2.0
@@ -51,8 +53,16 @@ _FORKSERVER_GRACE_S: Final = 2 * _WORKER_GRACE_S
 class ForkServer:
     """Server-side handle of a fork server process."""
 
-    def __init__(self, channel: Channel, pid: int | None = None, wait: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        pid: int | None = None,
+        wait: Callable[[], int | None] = lambda: None,
+        uid: int | None = None,
+    ) -> None:
         self.channel = channel
+        self.uid = uid
+        """User ID of the process and its workers if it differs from the server's, else None."""
         self.pid: int | None = None
         """Process ID; None for a fork server created by `split` until it reports `Built`."""
         self.end = -1
@@ -71,28 +81,44 @@ class ForkServer:
             self.set_process(pid)
 
     def set_process(self, pid: int) -> None:
-        """Set the process ID of the fork server, and open its pidfd; do nothing if the process is already known."""
+        """Set the process ID of the fork server, and open its pidfd; do nothing if the process is already known.
+
+        Raises:
+            ProcessLookupError: If the process has exited, or belongs to another user.
+        """
         if self.end == -1:
-            self.pid, self.end = pid, os.pidfd_open(pid)
+            self.end = open_process(pid, self.uid)
+            self.pid = pid
 
     @classmethod
-    def spawn(cls, configs: Sequence[DatasetConfig]) -> ForkServer:
+    def spawn(cls, configs: Sequence[DatasetConfig], isolation: Isolation = NO_ISOLATION) -> ForkServer:
         """Start a fork server in a new interpreter; the fork server constructs the configured datasets.
 
         The fork server then sends `Built` or `BuildFailed`.
         """
         channel, theirs = Channel.pair()
         with theirs:
-            return cls.spawn_at(channel, theirs, configs)
+            return cls.spawn_at(channel, theirs, configs, isolation)
 
     @classmethod
-    def spawn_at(cls, channel: Channel, theirs: socket.socket, configs: Sequence[DatasetConfig]) -> ForkServer:
-        """Start a fork server as `spawn`, at a channel whose other end the caller keeps or closes."""
+    def spawn_at(
+        cls, channel: Channel, theirs: socket.socket, configs: Sequence[DatasetConfig], isolation: Isolation
+    ) -> ForkServer:
+        """Start a fork server as `spawn`, at a channel whose other end the caller keeps or closes.
+
+        The process inherits the standard streams and its end of the channel, and no other descriptor or memory.
+        """
         program = "from teleloader_server.workers.forkserver import main; main()"
         command = [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
+        process = subprocess.Popen(  # noqa: S603
+            isolation.command(command), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            env=isolation.environment(os.environ),
+        )  # fmt: skip
         channel.send(encode(messages.Build([dataclasses.asdict(config) for config in configs], sys.path)))
-        return cls(channel, process.pid, process.wait)
+        # without a check of the user, which the process changes only now
+        forkserver = cls(channel, process.pid, process.wait)
+        forkserver.uid = isolation.uid
+        return forkserver
 
     @classmethod
     def fork(cls, hosted: Mapping[str, HostedDataset]) -> ForkServer:
@@ -103,6 +129,7 @@ class ForkServer:
             control = Channel(theirs)
             close_inherited(keep=control)
             _become_child()
+            forbid_new_privileges()
             worker.ignore_stop_signals()
             return _serve(control, hosted)
 
@@ -114,7 +141,7 @@ class ForkServer:
         channel, theirs = Channel.pair()
         with theirs:
             self.channel.send(encode(messages.Split()), [theirs.fileno()])
-        return ForkServer(channel)
+        return ForkServer(channel, uid=self.uid)
 
     def reap(self) -> None:
         """Stop the fork server and its workers by closing the channel, and wait for the exit of the fork server.
@@ -147,6 +174,7 @@ def main() -> None:
     worker.end_with_parent()
     if os.getppid() != int(sys.argv[2]):
         return  # the server ended before end_with_parent()
+    forbid_new_privileges()
     worker.ignore_stop_signals()
     build: messages.Build | None = None
     requests: list[messages.Message] = []

@@ -27,7 +27,7 @@ from teleloader_server.workers.messages import (
     Message,
     encode,
 )
-from teleloader_server.workers.procfs import catches
+from teleloader_server.workers.procfs import catches, send_signal
 from teleloader_server.workers.worker import Worker
 from teleloader_shared.codec import MAX_TEXT
 
@@ -44,11 +44,13 @@ class WorkerHandle:
     Args:
         number: Worker ID.
         channel: Channel to the process.
+        uid: User ID of the process if it differs from the server's.
     """
 
-    def __init__(self, number: int, channel: Channel) -> None:
+    def __init__(self, number: int, channel: Channel, uid: int | None = None) -> None:
         self.number = number
         self.channel = channel
+        self.uid = uid
         self.pid: int | None = None
         self.health = WorkerHealth(time.monotonic())
         self.last_replayed: Replayed | None = None
@@ -182,8 +184,7 @@ class WorkerHandle:
         os.ftruncate(file, STATUS_BYTES)
         os.lseek(file, STATUS_BYTES, os.SEEK_SET)
         size = STATUS_BYTES
-        with suppress(ProcessLookupError):
-            os.kill(pid, STACK_SIGNAL)
+        send_signal(pid, STACK_SIGNAL, self.uid)
         for _ in range(int(STACK_WAIT / _STACK_POLL)):
             await asyncio.sleep(_STACK_POLL)
             before, size = size, os.fstat(file).st_size

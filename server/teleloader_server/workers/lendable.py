@@ -23,6 +23,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from teleloader_server.workers.procfs import Capability, capabilities
+
 MIN_LENT_BYTES: Final = 2**20
 """Minimum size of lent slots: smaller frames are sent, because a copy costs less than a mapping."""
 _FILES_SHARE: Final = 1 / 16
@@ -61,10 +63,13 @@ class LendableSlot:
         """Return the slot with a duplicate of its descriptor, or None if it cannot be lent.
 
         Small slots and slots without seals cannot be lent, nor can further slots if their descriptors already use
-        `_FILES_SHARE` of the limit on open files.
+        `_FILES_SHARE` of the limit on open files. The kernel grants a lease (`is_held`) on another user's file only
+        with CAP_LEASE.
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _FILES_SHARE
         if size < MIN_LENT_BYTES or not is_sealed(fd) or cls.open_files >= limit:
+            return None
+        if os.fstat(fd).st_uid != os.geteuid() and Capability.LEASE not in capabilities():
             return None
         return cls(fd, size)
 

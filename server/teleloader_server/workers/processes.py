@@ -38,7 +38,7 @@ from teleloader_server.workers.health import (
 )  # fmt: skip
 from teleloader_server.workers.messages import decode, encode
 from teleloader_server.workers.pool import PoolListener, WorkerState
-from teleloader_server.workers.procfs import is_stopped, oom_kills, resident_bytes, shortage
+from teleloader_server.workers.procfs import is_stopped, oom_kills, resident_bytes, send_signal, shortage
 from teleloader_server.workers.supervisor import Supervisor
 from teleloader_shared.codec import BatchId
 from teleloader_shared.messages import DatasetInfo
@@ -278,7 +278,7 @@ class ProcessPool:
         )  # fmt: skip
         with theirs:
             self._supervisor.current.channel.send(encode(message), [theirs.fileno()])
-        process = WorkerHandle(number, channel)
+        process = WorkerHandle(number, channel, self._supervisor.current.uid)
         process.health.room = limits.max_batches_per_worker or sys.maxsize
         self._loop.add_reader(channel, self._receive, process)
         return process
@@ -323,7 +323,7 @@ class ProcessPool:
 
     def _map(self, process: WorkerHandle, slot: int, size: int) -> None:
         try:
-            process.slots[slot] = SlotMapping(process.channel.take_fd(), size)
+            process.slots[slot] = SlotMapping(process.channel.take_fd(), size, is_trusted=process.uid is None)
             self._shortages.ended()
         except OSError as error:
             # the descriptor is lost, and the server could not read the frames that the worker writes to the slot
@@ -436,7 +436,7 @@ class ProcessPool:
     def _kill(self, process: WorkerHandle, worker_exit: WorkerExit) -> None:
         """Kill and replace a process, even if it is in uninterruptible sleep."""
         if process.pid is not None:
-            _signal(process.pid, signal.SIGKILL)
+            send_signal(process.pid, signal.SIGKILL, process.uid)
         self._remove_worker(process, worker_exit)
 
     # -- exits
@@ -547,8 +547,3 @@ class ProcessPool:
             self._loop.remove_reader(process.channel)
             self._loop.remove_writer(process.channel)
         process.close()
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)

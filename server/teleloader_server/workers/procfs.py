@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import os
 import resource
+import signal
 import time
 from collections import deque
 from collections.abc import Container, Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
+
+
+class Capability(enum.IntEnum):
+    """Linux capabilities that the server uses; the value is the capability's bit."""
+
+    KILL = 5
+    SETGID = 6
+    SETUID = 7
+    LEASE = 28
 
 
 class Memory(NamedTuple):
@@ -38,6 +50,9 @@ def memory(pids: Iterable[int | None]) -> dict[int | None, Memory]:
         try:
             info = psutil.Process(pid).memory_full_info()
             found[pid] = Memory(info.rss, info.pss)
+        except psutil.AccessDenied:  # a process of another user, without CAP_SYS_PTRACE
+            rss = resident_bytes(pid or os.getpid())
+            found[pid] = Memory(rss, rss)
         except psutil.Error:
             found[pid] = NO_MEMORY
     return found
@@ -55,6 +70,56 @@ def anonymous_bytes() -> int:
     """Return the resident memory of this process in bytes, without shared memory and files."""
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+@cache
+def capabilities() -> frozenset[Capability]:
+    """Return the effective capabilities of this process; empty on systems other than Linux."""
+    try:
+        effective = int(_status("self", "CapEff"), 16)
+    except OSError:
+        return frozenset()
+    return frozenset(one for one in Capability if effective >> one & 1)
+
+
+def open_process(pid: int, uid: int | None) -> int:
+    """Return a pidfd of a process, checking that the process belongs to a user.
+
+    A worker that runs as another user reports its own PID. The server must not send a signal to another user's process
+    if the PID is false.
+
+    Args:
+        pid: Process ID.
+        uid: ID of the user; None accepts any process.
+
+    Raises:
+        ProcessLookupError: If the process has exited, or belongs to another user.
+    """
+    end = os.pidfd_open(pid)
+    try:
+        # after pidfd_open: if the PID is reused between both calls, the pidfd is that of a process that has exited
+        if uid is not None and int(_status(str(pid), "Uid").split()[0]) != uid:
+            raise ProcessLookupError(errno.ESRCH, f"process {pid} does not belong to user {uid}")
+    except OSError as error:
+        os.close(end)
+        raise ProcessLookupError(errno.ESRCH, str(error)) from None
+    return end
+
+
+def send_signal(pid: int, number: int, uid: int | None) -> None:
+    """Send a signal to a process of a user, as `open_process`; do nothing if the process has exited."""
+    with suppress(ProcessLookupError):
+        end = open_process(pid, uid)
+        try:
+            signal.pidfd_send_signal(end, number)
+        finally:
+            os.close(end)
+
+
+def _status(pid: str, name: str) -> str:
+    """Return a line of ``/proc/PID/status`` without its name."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:"))
 
 
 def is_stopped(pid: int) -> bool:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from teleloader_server.config import DatasetConfig
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.forkserver import ForkServer
+from teleloader_server.workers.isolation import Isolation
 from teleloader_server.workers.messages import BuildFailed, Built, decode
 from teleloader_server.workers.supervisor import Supervisor
 from teleloader_shared.messages import DatasetInfo
@@ -31,10 +32,12 @@ class SharedForkServer:
 
     Args:
         configs: Datasets to construct.
+        isolation: Restrictions of the process and its workers.
     """
 
-    def __init__(self, configs: Sequence[DatasetConfig]) -> None:
+    def __init__(self, configs: Sequence[DatasetConfig], isolation: Isolation) -> None:
         self.configs = configs
+        self.isolation = isolation
         self._theirs: socket.socket
         """Other end of the channel, for the process and its successors."""
         self.process: ForkServer
@@ -62,7 +65,7 @@ class SharedForkServer:
 
     def _start(self) -> ForkServer:
         channel, self._theirs = Channel.pair()
-        return ForkServer.spawn_at(channel, self._theirs, self.configs)
+        return ForkServer.spawn_at(channel, self._theirs, self.configs, self.isolation)
 
     def restart(self) -> int:
         """Start another process, which constructs the datasets again, and return its PID.
@@ -73,7 +76,7 @@ class SharedForkServer:
         if self.process.end != -1:
             os.close(self.process.end)
             self.process.end = -1
-        self.process = ForkServer.spawn_at(self.process.channel, self._theirs, self.configs)
+        self.process = ForkServer.spawn_at(self.process.channel, self._theirs, self.configs, self.isolation)
         return self.process.pid or 0
 
     def split(self) -> ForkServer:

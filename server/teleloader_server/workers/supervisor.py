@@ -6,7 +6,6 @@ import asyncio
 import errno
 import itertools
 import logging
-import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +16,7 @@ from teleloader_server.workers.blocking import run_blocking
 from teleloader_server.workers.forkserver import ForkServer
 from teleloader_server.workers.health import MAX_FAILED_STARTS, STOP_TIMEOUT, StopTimer, backoff, exit_reason
 from teleloader_server.workers.messages import BuildFailed, Built, Message, decode
-from teleloader_server.workers.procfs import is_stopped
+from teleloader_server.workers.procfs import is_stopped, send_signal
 from teleloader_shared.messages import DatasetInfo
 
 logger = logging.getLogger(__name__)
@@ -73,8 +72,7 @@ class Supervisor:
         if pid is not None and self._stop_timer.observe(now, is_stopped=is_stopped(pid)) > STOP_TIMEOUT:
             # not replaced like a worker: all workers would end with it, and all datasets would be constructed again
             logger.warning("the fork server (pid %d) was stopped (SIGSTOP); sending SIGCONT", pid, extra={"pid": pid})
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            send_signal(pid, signal.SIGCONT, self.current.uid)
 
     async def close(self) -> None:
         """Stop the fork server, which also ends its workers, and wait until the fork server has exited."""
