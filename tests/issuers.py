@@ -87,7 +87,7 @@ class Issuer:
             "kubernetes.io": {"namespace": "vision", "serviceaccount": {"name": "trainer"}}, **claims,
         }  # fmt: skip
         stated = {name: value for name, value in found.items() if value is not None}
-        return jwt.encode(stated, self.key, self.algorithm, {"kid": self.kid, **(headers or {})})
+        return signed(stated, self.key, self.algorithm, {"kid": self.kid, **(headers or {})})
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         issuer = self
@@ -137,6 +137,11 @@ def write(path: Path, text: str) -> str:
 # -- tokens that no library makes
 
 
+def signed(claims: Mapping[str, object], key: Any, algorithm: str, headers: Mapping[str, object]) -> str:
+    """Sign claims, which may be invalid."""
+    return jwt.PyJWS().encode(json.dumps(claims).encode(), key, algorithm, dict(headers))
+
+
 def encoded(content: bytes) -> bytes:
     """Encode a part of a token."""
     return base64.urlsafe_b64encode(content).rstrip(b"=")
@@ -144,9 +149,7 @@ def encoded(content: bytes) -> bytes:
 
 def forged(header: object, payload: object, signature: bytes = b"x" * 64) -> str:
     """Return a token of this header and payload, which are JSON values or bytes, with any signature."""
-    head, body = (
-        encoded(part if isinstance(part, bytes) else json.dumps(part).encode()) for part in (header, payload)
-    )
+    head, body = (encoded(part if isinstance(part, bytes) else json.dumps(part).encode()) for part in (header, payload))
     return b".".join((head, body, encoded(signature))).decode()
 
 

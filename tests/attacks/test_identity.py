@@ -21,7 +21,17 @@ from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end.certificates import Files
 from tests.end_to_end.test_audit import bearer
 from tests.end_to_end.test_identity import CERTIFICATES, NUMBERS, URI, context_of, tls_server
-from tests.issuers import AUDIENCE, SUBJECT, Issuer, forged, issuer_table, jwk_of, private_key, signed_with_public_key, write
+from tests.issuers import (
+    AUDIENCE,
+    SUBJECT,
+    Issuer,
+    forged,
+    issuer_table,
+    jwk_of,
+    private_key,
+    signed_with_public_key,
+    write,
+)
 
 KIB: Final = 1024
 RULE: Final = 'match = { sub = "*" }\nscopes = ["read", "stats"]\n'
@@ -54,7 +64,10 @@ class Target:
     def get(self, token: str | bytes, **headers: str) -> httpx.Response:
         """Send a request with a token."""
         raw = token if isinstance(token, bytes) else token.encode()
-        found = {b"Authorization": b"Bearer " + raw, **{name.encode(): value.encode() for name, value in headers.items()}}
+        found = {
+            b"Authorization": b"Bearer " + raw,
+            **{name.encode(): value.encode() for name, value in headers.items()},
+        }
         return httpx.get(f"{self.server.url}/stats", headers=found, timeout=60, trust_env=False)
 
     def status(self, token: str) -> int:
@@ -150,6 +163,10 @@ FORGED: Final[dict[str, Forge]] = {
     "header is a list": lambda t: forged([], claims(t)),
     "payload is text": lambda t: forged({"alg": "RS256", "kid": "first"}, "x"),
     "payload is no UTF-8": lambda t: forged({"alg": "RS256", "kid": "first"}, b"\xff\xfe"),
+    "issuer is nested": lambda t: forged(
+        {"alg": "RS256", "kid": "first"}, b'{"iss": ' + b"[" * 900 + b"]" * 900 + b"}"),
+    "algorithm is nested": lambda t: forged(
+        b'{"kid": "first", "alg": ' + b"[" * 900 + b"]" * 900 + b"}", claims(t)),
     "surrogates": lambda t: forged({"alg": "RS256", "kid": "\ud800"}, claims(t, iss="\ud800")),
     "padding": lambda t: t.issuer.token().replace(".", "=."),
     "spaces": lambda t: t.issuer.token().replace(".", ". "),
@@ -216,15 +233,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 HEADERS: Final = (
-    "X-Client-Cert", "X-SSL-Client-Cert", "X-SSL-Client-S-DN", "X-Forwarded-Client-Cert", "Client-Cert", "SSL-Client-Cert",
-    "X-SSL-Client-Verify", "X-Forwarded-Tls-Client-Cert", "Teleloader.Certificate", "Peercert", "State",
+    "X-Client-Cert", "X-SSL-Client-Cert", "X-SSL-Client-S-DN", "X-Forwarded-Client-Cert", "Client-Cert",
+    "SSL-Client-Cert", "X-SSL-Client-Verify", "X-Forwarded-Tls-Client-Cert", "Teleloader.Certificate", "Peercert",
+    "State",
 )  # fmt: skip
 
 
 def test_no_header_states_a_certificate(start_server: StartServer, files: Files, tmp_path: Path) -> None:
     """Proxies pass certificates in headers; a client could send them, too."""
     server = tls_server(start_server, files, tmp_path / "identity.toml", "--ssl-cert-reqs", "optional")
-    certificate = Path(files.identity("trainer", URI)[0]).read_text().replace("\n", " ")
+    certificate = Path(files.identity("trainer", URI)[0]).read_text().strip().replace("\n", " ")
     plain = ssl.create_default_context(cafile=files.ca)
     with httpx.Client(base_url=server.url, verify=plain, trust_env=False) as client:
         for value in (certificate, f"URI={URI}", f"certificate:{URI}", "SUCCESS"):
@@ -255,7 +273,10 @@ def test_a_page_of_another_site_cannot_use_the_certificate_of_a_browser(
     server = tls_server(start_server, files, tmp_path / "identity.toml", text=rules)
     with httpx.Client(base_url=server.url, verify=context_of(files, "trainer"), trust_env=False) as browser:
         assert browser.get("/stats").status_code == 200
-        for headers in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}):
+        for headers in (
+            {"Origin": "https://evil.example"},
+            {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+        ):
             for method, path in (("GET", "/stats"), ("POST", "/v1/drain"), ("PUT", "/v1/workers")):
                 refused = browser.request(method, path, headers=headers)
                 assert (refused.status_code, refused.json()["code"]) == (403, "CrossSite")
@@ -299,9 +320,7 @@ def test_a_hostile_token_does_not_hold_the_event_loop(measured: tuple[Measured, 
 
 
 @pytest.mark.parametrize("algorithm", ["RS512", "PS512", "ES512", "EdDSA"])
-def test_a_long_token_of_any_algorithm_does_not_hold_the_event_loop(
-    tmp_path: Path, algorithm: str
-) -> None:
+def test_a_long_token_of_any_algorithm_does_not_hold_the_event_loop(tmp_path: Path, algorithm: str) -> None:
     """Each request has another token, so that none is cached, and many claims."""
     with Issuer(algorithm) as issuer:
         identities = IdentityFile(Path(write(tmp_path / "identity.toml", issuer_table(issuer, RULE))))

@@ -1,8 +1,8 @@
 """Execution of the code on a documentation page, from top to bottom.
 
 - A block that begins with a comment with a file name (``# my_package/data.py``) is written to that file.
-- TOML is read by the server's own reader: as tokens if it contains a ``sha256``, as identities if it contains ``match``,
-  otherwise as a configuration.
+- TOML is read by the server's own reader: as tokens if it contains a ``sha256``, as identities if it contains
+  ``match``, otherwise as a configuration.
 - Shell commands run in the page's folder. A server runs until the page ends; SIGINT ends ``--watch`` and ``top``.
   Commands that install or build are not run, but the extras and targets that they name must exist.
 - ``export NAME=value`` applies to the machine that trains: to all subsequent commands except servers.

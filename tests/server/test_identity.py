@@ -15,7 +15,13 @@ import pytest
 from teleloader_server.auth import claims, key_source
 from teleloader_server.auth.authenticator import Authenticator, RequestCaller
 from teleloader_server.auth.certificates import PEER_CERTIFICATE, PeerCertificate, claims_of
-from teleloader_server.auth.identity_config import ALGORITHMS, IdentityConfig, KeySettings, is_secure_url, parse_identity
+from teleloader_server.auth.identity_config import (
+    ALGORITHMS,
+    IdentityConfig,
+    KeySettings,
+    is_secure_url,
+    parse_identity,
+)
 from teleloader_server.auth.identity_file import IdentityFile
 from teleloader_server.auth.key_source import MAX_AGE_S, MIN_INTERVAL_S, REFRESH_S, KeySource
 from teleloader_server.auth.keys import InvalidKeys, Keys, parse_keys
@@ -229,7 +235,9 @@ def test_times_within_the_leeway_are_accepted() -> None:
     assert claims.check_times({"exp": 971, "nbf": 1030, "iat": 1029.5}, 30, 1000) == 1001
 
 
-@pytest.mark.parametrize("stated", [None, "other", [], ["other"], [["teleloader"]], {"teleloader": 1}, 5, "teleloader2"])
+@pytest.mark.parametrize(
+    "stated", [None, "other", [], ["other"], [["teleloader"]], {"teleloader": 1}, 5, "teleloader2"]
+)
 def test_a_token_for_another_audience_is_refused(stated: object) -> None:
     """The message has both audiences."""
     with pytest.raises(Unauthorized, match=r"wrong audience .*expected 'teleloader' or 'b'"):
@@ -273,7 +281,9 @@ def made() -> dict[str, Any]:
 
 def test_a_key_verifies_the_algorithms_of_its_type(made: dict[str, Any]) -> None:
     """An EC key verifies only the algorithm of its curve; `alg` restricts a key to one algorithm."""
-    keys = parse_keys(jwks(*(jwk_of(key, name) for name, key in made.items()), jwk_of(made["RS256"], "ps", alg="PS256")))
+    keys = parse_keys(
+        jwks(*(jwk_of(key, name) for name, key in made.items()), jwk_of(made["RS256"], "ps", alg="PS256"))
+    )
     fitting = {key.kid: {algorithm for algorithm in ALGORITHMS if key.fits(algorithm)} for key in keys.keys}
     assert fitting == {
         "RS256": {"RS256", "RS384", "RS512", "PS256", "PS384", "PS512"}, "ES256": {"ES256"}, "ES384": {"ES384"},
@@ -316,7 +326,9 @@ def test_the_private_part_of_a_key_is_not_used(made: dict[str, Any]) -> None:
     assert not hasattr(key.public, "sign")
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"keys": {}}', b'{"keys": []}', b"[" * 10**5, b"\xff", jwks(*[1] * 257)])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{}", b'{"keys": {}}', b'{"keys": []}', b"[" * 10**5, b"\xff", jwks(*[1] * 257)]
+)
 def test_a_text_that_is_no_jwks_is_refused(text: bytes) -> None:
     """The error describes the expected form."""
     with pytest.raises(InvalidKeys, match="expected"):
@@ -393,12 +405,14 @@ def test_an_unknown_key_id_is_looked_for_once(source: Source, first: Keys, secon
     source.result = first
     source.wait(20)
     for kid in ("second", "third"):
-        with pytest.raises(ServerUnavailable, match="refreshed at most every 10 s. Retry later"):
+        with pytest.raises(ServerUnavailable, match=r"refreshed at most every 10 s\. Retry later"):
             source.source.find(kid, "ES256")
     source.result = second
     source.wait(2)
     assert source.source.find("second", "ES256").kid == "second"
-    with pytest.raises(Unauthorized, match="unknown key: the token has the key ID 'third', and issuer 'a' has no such key"):
+    with pytest.raises(
+        Unauthorized, match="unknown key: the token has the key ID 'third', and issuer 'a' has no such key"
+    ):
         source.source.find("third", "ES256")
     assert source.fetched == 2
 
@@ -503,7 +517,7 @@ def test_all_asymmetric_algorithms_are_verified(file: Path, algorithm: str) -> N
         head, body, signature = token.split(".")
         changed = body[:-8] + ("A" if body[-8] != "A" else "B") + body[-7:]
         for other in (f"{head}.{changed}.{signature}", f"{head}.{body}.{signature[:-6]}AAAAAA", f"{head}.{body}."):
-            with pytest.raises(Unauthorized, match="invalid signature|malformed token"):
+            with pytest.raises(Unauthorized, match=r"invalid signature|malformed token"):
                 caller(authenticator, other).admit("read")
 
 
@@ -534,7 +548,9 @@ def test_a_token_without_a_matching_rule_is_refused(file: Path, issuer: Issuer) 
         ({"headers": {"kid": "x" * 257}}, "invalid key ID"),
     ],
 )
-def test_a_token_that_does_not_fit_is_refused(file: Path, issuer: Issuer, fields: dict[str, Any], complaint: str) -> None:
+def test_a_token_that_does_not_fit_is_refused(
+    file: Path, issuer: Issuer, fields: dict[str, Any], complaint: str
+) -> None:
     """The error has the reason, and never the token."""
     authenticator = authenticator_of(file, issuer_table(issuer))
     token = issuer.token(**fields)
@@ -759,7 +775,9 @@ def test_names_in_a_certificate_are_claims() -> None:
 
 def test_a_certificate_identifies_the_client_of_its_connection(file: Path) -> None:
     """Its name is that of the first URI, common name or DNS name."""
-    authenticator = authenticator_of(file, CERTIFICATES + '[[certificates.rules]]\nmatch = { cn = "b" }\nscopes = ["admin"]\n')
+    authenticator = authenticator_of(
+        file, CERTIFICATES + '[[certificates.rules]]\nmatch = { cn = "b" }\nscopes = ["admin"]\n'
+    )
     assert caller(authenticator, None, certificate(("DNS", "a"), ("URI", URI), cn="b")).admit("read") == Principal(
         f"certificate:{URI}", frozenset({"read"}), 1.0
     )
@@ -796,7 +814,9 @@ def test_a_certificate_that_expires_on_an_open_connection_is_refused(
     now[0] += 86_400 + 120
     authenticator.reload_if_changed()
     assert expired == [now[0]]
-    with pytest.raises(Unauthorized, match=f"the client certificate of 'certificate:{URI}' expired 2 min ago: renew it"):
+    with pytest.raises(
+        Unauthorized, match=f"the client certificate of 'certificate:{URI}' expired 2 min ago: renew it"
+    ):
         request.admit("read")
 
 

@@ -1,4 +1,4 @@
-"""Authentication of requests by token, client certificate or session cookie, and protection against cross-site requests.
+"""Authentication of requests by token, certificate or session cookie, and protection against cross-site requests.
 
 Because a loader sends many requests, the principal of a token is cached by the digest of the Authorization header until
 the token expires, or a token file, identity file or key of an issuer changes.
@@ -231,7 +231,9 @@ class Authenticator:
         same = [key for key, session in self._sessions.items() if session.principal == found.principal.name]
         if len(same) >= MAX_SESSIONS_PER_TOKEN:
             del self._sessions[same[0]]
-        self._sessions[_digest_of(name)] = _Session(found.digest, found.principal.name, time.monotonic() + SESSION_SECONDS, jwt)
+        self._sessions[_digest_of(name)] = _Session(
+            found.digest, found.principal.name, time.monotonic() + SESSION_SECONDS, jwt
+        )
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         audit.record("signed_in", principal=found.principal.name)
@@ -325,7 +327,7 @@ class Authenticator:
         return self.identities is not None and bool(self.identities.config.certificate_rules)
 
     def _of_certificate(self, scope: Scope) -> Token | Refusal | None:
-        """Return the principal of the client certificate of a connection, or its refusal; None without a certificate."""
+        """Return the principal of a connection's client certificate, or its refusal; None without a certificate."""
         certificate = scope.get("state", {}).get(PEER_CERTIFICATE)
         return None if self.identities is None or certificate is None else self.identities.of_certificate(certificate)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from teleloader_server.auth.certificates import no_rule
-from teleloader_server.auth.claims import check_audience, check_times, subject_of
+from teleloader_server.auth.claims import check_audience, check_times, excerpt, subject_of
 from teleloader_server.auth.identity_config import IdentityConfig, Issuer
 from teleloader_server.auth.key_source import KeySource
 from teleloader_server.auth.keys import is_valid
@@ -67,7 +67,8 @@ class JwtVerifier:
         """
         if len(token) > MAX_JWT_BYTES:
             raise Unauthorized(
-                f"the token has {len(token):,} bytes, and the limit is {MAX_JWT_BYTES:,}: request a token with fewer claims"
+                f"the token has {len(token):,} bytes, and the limit is {MAX_JWT_BYTES:,}: request a token with fewer "
+                "claims"
             )
         head, body, _ = token.split(b".")
         header, claims = _object_in(head, "header"), _object_in(body, "payload")
@@ -77,14 +78,14 @@ class JwtVerifier:
         if issuer is None:
             known = ", ".join(map(repr, self._config.issuers))
             raise Unauthorized(
-                f"unknown issuer {stated!r:.200}: expected {known:.500}. Request a token from an issuer that the server "
-                "trusts"
+                f"unknown issuer {excerpt(stated)}: expected {known:.500}. Request a token from an issuer that the "
+                "server trusts"
             )
         algorithm, kid = header.get("alg"), header.get("kid")
         if not isinstance(algorithm, str) or algorithm not in issuer.algorithms:
             raise Unauthorized(
-                f"algorithm {algorithm!r:.100} not allowed: tokens of issuer {issuer.name!r} must be signed with one of "
-                f"{', '.join(sorted(issuer.algorithms))}"
+                f"algorithm {excerpt(algorithm)} not allowed: tokens of issuer {issuer.name!r} must be signed with one "
+                f"of {', '.join(sorted(issuer.algorithms))}"
             )
         key = self._sources[issuer.issuer].find(kid, algorithm)
         if not is_valid(token, key, algorithm):
@@ -102,7 +103,7 @@ def _check_header(header: Mapping[str, Any]) -> None:
             raise Unauthorized(f"unsupported header {name!r} of the token: request a plain signed token (JWS)")
     kind = header.get("typ")
     if (kind.lower() if isinstance(kind, str) else kind) not in _TYPES:
-        raise Unauthorized(f"wrong type {kind!r:.100} of the token: expected JWT or at+jwt. Request an access token")
+        raise Unauthorized(f"wrong type {excerpt(kind)} of the token: expected JWT or at+jwt. Request an access token")
     kid = header.get("kid")
     if kid is not None and not (isinstance(kid, str) and len(kid) <= MAX_KID):
         raise Unauthorized(f"invalid key ID of the token: expected a string of at most {MAX_KID} characters")
@@ -115,5 +116,7 @@ def _object_in(segment: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise Unauthorized(f"malformed token: its {what} is not a JSON object in base64url. Check that the token is complete")
+        raise Unauthorized(
+            f"malformed token: its {what} is not a JSON object in base64url. Check that the token is complete"
+        )
     return found

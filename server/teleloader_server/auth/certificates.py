@@ -69,8 +69,8 @@ def _decide(fields: Mapping[str, Any], config: IdentityConfig) -> Token | Refusa
     if not SUBJECT.fullmatch(identity):
         return Refusal(
             Unauthorized,
-            f"the client certificate identifies no client by {identity!r:.100}: expected a URI, common name or DNS name "
-            "of 1 to 255 printable ASCII characters without spaces. Use another certificate",
+            f"the client certificate identifies no client by {identity!r:.100}: expected a URI, common name or DNS "
+            "name of 1 to 255 printable ASCII characters without spaces. Use another certificate",
         )
     name = f"{CERTIFICATE}:{identity}"
     rule = first_match(config.certificate_rules, claims)
@@ -90,7 +90,7 @@ def no_rule(name: str, table: str, *, is_explicit: bool) -> Refusal:
     why = "a rule without scopes matches" if is_explicit else "no rule matches"
     return Refusal(
         Forbidden,
-        f"{name!r} has no permissions: {why} in {table} of the server's identity file. Ask the server's operator to add a "
-        "rule",
+        f"{name!r} has no permissions: {why} in {table} of the server's identity file. Ask the server's operator to "
+        "add a rule",
         name,
     )

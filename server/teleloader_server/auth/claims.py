@@ -30,15 +30,15 @@ def check_times(claims: Mapping[str, Any], leeway: float, now: float) -> float:
         raise Unauthorized("the token has no expiry: the claim 'exp' is required. Request a token that expires")
     if expires + leeway <= now:
         raise Unauthorized(
-            f"the token expired {duration(now - expires)} ago: request a new token from its issuer. A client that reads "
-            "its token from TELELOADER_TOKEN_FILE reads the file again"
+            f"the token expired {duration(now - expires)} ago: request a new token from its issuer. A client that "
+            "reads its token from TELELOADER_TOKEN_FILE reads the file again"
         )
     for name, what in (("nbf", "is not valid yet"), ("iat", "was issued in the future")):
         since = _time(claims, name)
         if since is not None and since - leeway > now:
             raise Unauthorized(
-                f"the token {what}: its claim {name!r} is {duration(since - now)} ahead of the server's clock. Check the "
-                "clocks of the issuer and of the server"
+                f"the token {what}: its claim {name!r} is {duration(since - now)} ahead of the server's clock. Check "
+                "the clocks of the issuer and of the server"
             )
     return expires + leeway
 
@@ -54,7 +54,8 @@ def check_audience(claims: Mapping[str, Any], expected: Sequence[str]) -> None:
     if not any(isinstance(audience, str) and audience in expected for audience in audiences):
         shown = " or ".join(map(repr, expected))
         raise Unauthorized(
-            f"wrong audience {_shown(stated)}: expected {shown:.200}. Request a token for this audience from its issuer"
+            f"wrong audience {excerpt(stated)}: expected {shown:.200}. Request a token for this audience from its "
+            "issuer"
         )
 
 
@@ -68,7 +69,7 @@ def subject_of(claims: Mapping[str, Any]) -> str:
     if not isinstance(subject, str) or not SUBJECT.fullmatch(subject):
         raise Unauthorized(
             "invalid subject of the token: the claim 'sub' must be 1 to 255 printable ASCII characters without spaces, "
-            f"got {_shown(subject)}"
+            f"got {excerpt(subject)}"
         )
     return subject
 
@@ -87,14 +88,17 @@ def _time(claims: Mapping[str, Any], name: str) -> float | None:
         return None
     # no float(): an integer may have thousands of digits
     if not isinstance(stated, int | float) or isinstance(stated, bool) or not 0 <= stated <= MAX_TIME:
-        raise Unauthorized(f"invalid claim {name!r} of the token: expected seconds since 1970, got {_shown(stated)}")
+        raise Unauthorized(f"invalid claim {name!r} of the token: expected seconds since 1970, got {excerpt(stated)}")
     return float(stated)
 
 
-def _shown(value: object) -> str:
-    """Return the beginning of the `repr` of a claim, which the issuer or an attacker chose."""
+def excerpt(value: object) -> str:
+    """Return the beginning of a claim or header for messages.
+
+    Not its `repr`, which can be long, and exhausts the stack for lists in lists.
+    """
     if isinstance(value, str):
         return repr(value[:100])
-    if isinstance(value, list):
-        return f"[{', '.join(_shown(each) for each in value[:3])}{', ...' if len(value) > 3 else ''}]"[:200]
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return f"[{', '.join(repr(each[:60]) for each in value[:3])}{', ...' if len(value) > 3 else ''}]"
     return "none" if value is None else f"a value of type {type(value).__name__}"

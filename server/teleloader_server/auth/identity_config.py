@@ -131,7 +131,9 @@ def _table(tables: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
 def _issuer(name: str, table: object, where: str, folder: Path) -> Issuer:
     at = f"invalid entry [issuers.{name}] in {where}"
     if not TOKEN_NAME.fullmatch(name) or name == CERTIFICATE:
-        raise ConfigError(f"invalid issuer name {name!r} in {where}: expected {TOKEN_NAME_RULE}, and not {CERTIFICATE!r}")
+        raise ConfigError(
+            f"invalid issuer name {name!r} in {where}: expected {TOKEN_NAME_RULE}, and not {CERTIFICATE!r}"
+        )
     if not isinstance(table, dict):
         raise ConfigError(f"{at}: expected a table with issuer, audience and rules")
     check_keys(f"[issuers.{name}] of {where}", table, _ISSUER_KEYS)
@@ -153,10 +155,12 @@ def _key_settings(issuer: str, table: Mapping[str, object], at: str, folder: Pat
         raise ConfigError(f"{at}: invalid jwks_url {shown(url)}: expected https://, or http:// with a loopback address")
     if "jwks_file" not in table and url is None and not is_secure_url(issuer):
         raise ConfigError(
-            f"{at}: cannot find the keys of {shown(issuer)}: expected an https:// URL as issuer. Otherwise add jwks_url "
-            "or jwks_file"
+            f"{at}: cannot find the keys of {shown(issuer)}: expected an https:// URL as issuer. Otherwise add "
+            "jwks_url or jwks_file"
         )
-    paths = {name: _path(table.get(name), f"{at}: invalid {name}", folder) for name in ("jwks_file", "ca", "token_file")}
+    paths = {
+        name: _path(table.get(name), f"{at}: invalid {name}", folder) for name in ("jwks_file", "ca", "token_file")
+    }
     return KeySettings(issuer, paths["jwks_file"], url, paths["ca"], paths["token_file"])
 
 
@@ -182,7 +186,11 @@ def _audiences(stated: object, at: str) -> tuple[str, ...]:
 def _algorithms(stated: object, at: str) -> frozenset[str]:
     if stated is None:
         return frozenset(ALGORITHMS)
-    if not isinstance(stated, list) or not stated or not all(isinstance(each, str) and each in ALGORITHMS for each in stated):
+    if (
+        not isinstance(stated, list)
+        or not stated
+        or not all(isinstance(each, str) and each in ALGORITHMS for each in stated)
+    ):
         raise ConfigError(f"{at}: invalid algorithms {shown(stated)}: expected a list of {', '.join(ALGORITHMS)}")
     return frozenset(stated)
 

@@ -58,8 +58,8 @@ class IdentityFile:
         self._use(self._load())
         if not self.config.issuers and not self.config.certificate_rules:
             raise ConfigError(
-                f"no issuer and no [certificates] in {path} (--identity): the file is missing or empty. See Security in "
-                "the documentation for examples"
+                f"no issuer and no [certificates] in {path} (--identity): the file is missing or empty. "
+                "docs/identity.md has examples"
             )
 
     def reload_if_changed(self) -> bool:
@@ -129,7 +129,9 @@ class IdentityFile:
         return True
 
     def _load(self) -> IdentityConfig:
-        return parse_identity(read_text(self._path, "identity file").text, str(self._path), self._path.absolute().parent)
+        return parse_identity(
+            read_text(self._path, "identity file").text, str(self._path), self._path.absolute().parent
+        )
 
     def _use(self, config: IdentityConfig) -> None:
         if config.issuers:

@@ -24,7 +24,7 @@ from teleloader_shared.secret import Secret
 from teleloader_shared.units import counted
 
 REFRESH_S: Final = 300.0
-"""Interval of regular requests for the keys, in seconds: a key that the issuer has removed stays valid for this long."""
+"""Interval of regular requests for the keys, in seconds: a key that the issuer has removed stays valid so long."""
 MIN_INTERVAL_S: Final = 10.0
 """Minimum seconds between two requests for the keys, also after failures and for unknown key IDs."""
 MAX_AGE_S: Final = 24 * 3600.0
@@ -80,7 +80,9 @@ class KeySource:
 
         Called once a second.
         """
-        return self._poll_url() if self._watch is None else self._poll_file(self._watch)
+        if self._watch is None or self.settings.file is None:
+            return self._poll_url()
+        return self._poll_file(self.settings.file, self._watch)
 
     def load(self) -> None:
         """Fetch the keys now, unless they come from a file; blocks.
@@ -139,12 +141,11 @@ class KeySource:
         self._is_wanted = True
         return False
 
-    def _poll_file(self, watch: FileWatch) -> bool:
-        assert self.settings.file is not None
+    def _poll_file(self, path: Path, watch: FileWatch) -> bool:
         if not watch.poll():
             return False
         try:
-            keys = _read(self.settings.file)
+            keys = _read(path)
         except ConfigError as error:
             logger.error("reload of keys failed, keeping the previous keys: %s", error)
             return False
@@ -253,11 +254,9 @@ def _read(path: Path) -> Keys:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the keys in {path} (jwks_file): {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"invalid keys in {path} (jwks_file): expected at most {MAX_BYTES:,} bytes")
     try:
-        if len(content) > MAX_BYTES:
-            raise InvalidKeys(f"expected at most {MAX_BYTES:,} bytes")
         return parse_keys(content)
     except InvalidKeys as error:
         raise ConfigError(f"invalid keys in {path} (jwks_file): {error}") from None
-
-

@@ -27,7 +27,7 @@ class Condition(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Rule of an identity file: conditions that must all hold, and the permissions of the clients that they describe."""
+    """Rule of an identity file: conditions that must all hold, and the permissions of clients that meet them."""
 
     conditions: tuple[Condition, ...]
     grant: Grant
@@ -64,8 +64,8 @@ def _rule(table: object, at: str) -> Rule:
     match = table.get("match")
     if not isinstance(match, dict) or not match:
         raise ConfigError(
-            f'{at}: expected match = {{ CLAIM = VALUE }}. To match all clients, use match = {{ sub = "*" }} for tokens, '
-            'and match = { cn = "*" } for certificates'
+            f'{at}: expected match = {{ CLAIM = VALUE }}. To match all clients, use match = {{ sub = "*" }} for '
+            'tokens, and match = { cn = "*" } for certificates'
         )
     return Rule(tuple(_conditions(match, (), at)), parse_grant(table, at, may_refuse=True))
 

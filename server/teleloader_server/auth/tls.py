@@ -39,8 +39,7 @@ class TlsFiles:
     keyfile_password: str | None = None
     """Password of the private key; None if the key is not encrypted."""
     ca_certs: Path | None = None
-    """CA certificates for mutual TLS: clients present a certificate issued by one of these CAs. None disables mutual TLS.
-    """
+    """CA certificates for mutual TLS, which issue the certificates of clients. None disables mutual TLS."""
     cert_reqs: ClientCertificates = "required"
     """Whether clients without a certificate may connect; certificates of other CAs are always rejected."""
 

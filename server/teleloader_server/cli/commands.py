@@ -170,9 +170,9 @@ def _listener_options(command: _Command) -> _Command:
             "else, such as a container's secret. Reloaded when it changes.",
         ),
         click.option(
-            "--identity", type=_FILE, help="TOML file with issuers of JWTs (OpenID Connect, Kubernetes service accounts), "
-            "and with the rules that map their claims, and client certificates, to scopes: see docs/security.md. "
-            "Reloaded when it changes.",
+            "--identity", type=_FILE, help="TOML file with issuers of JWTs (OpenID Connect, Kubernetes service "
+            "accounts), and rules that map claims and client certificates to scopes: see docs/identity.md. Reloaded "
+            "when it changes.",
         ),
         click.option("--insecure", is_flag=True, help="Disable authentication."),
         click.option(
