@@ -223,7 +223,7 @@ def test_a_token_can_be_checked_without_a_server(file: Path, issuer: Issuer, tmp
     write(file, issuer_table(issuer, NAMESPACE_RULE + 'priority = "high"\n'))
     (tmp_path / "token").write_text(issuer.token() + "\n")
     command = ("token", "check", "--token-file", str(tmp_path / "token"))
-    done = piped(SERVER, *command, "--identity", str(file), "--json")
+    done = piped(SERVER, *command, "--identity", str(file), "-o", "json")
     assert done.code == 0, done
     found = json.loads(done.out)
     assert (found["principal"], found["scopes"], found["weight"]) == (NAME, ["read", "stats"], 10)
@@ -281,7 +281,7 @@ def test_a_certificate_is_the_only_credential(start_server: StartServer, files: 
     server = tls_server(start_server, files, file)
     cert, key = files.identity("trainer", URI)
     assert len(list(DataLoader(RemoteDataset(server.url, "many", ca=files.ca, cert=cert, key=key), 1000))) == 100
-    done = piped(TOOLS, "stats", server.url, "--ca", files.ca, "--cert", cert, "--key", key, "--json")
+    done = piped(TOOLS, "stats", server.url, "--ca", files.ca, "--cert", cert, "--key", key, "-o", "json")
     assert done.code == 0, done
     other, other_key = files.identity("other", "spiffe://example/ns/audio/sa/trainer")
     with pytest.raises(Forbidden, match="'certificate:spiffe://example/ns/audio/sa/trainer' has no permissions"):

@@ -537,7 +537,7 @@ def test_a_token_without_a_matching_rule_is_refused(file: Path, issuer: Issuer) 
     ("fields", "complaint"),
     [
         ({"iss": "https://other.example"}, r"unknown issuer 'https://other.example': expected 'http://127"),
-        ({"iss": None}, "unknown issuer None"),
+        ({"iss": None}, "unknown issuer none"),
         ({"iss": ["a"]}, "unknown issuer"),
         ({"aud": "other"}, "wrong audience 'other': expected 'teleloader'"),
         ({"sub": None}, "invalid subject"),
