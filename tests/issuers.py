@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,11 @@ SUBJECT: Final = "system:serviceaccount:vision:trainer"
 NAMESPACE_RULE: Final = 'match = { "kubernetes.io" = { namespace = "vision" } }\nscopes = ["read", "stats"]\n'
 """Rule that matches `Issuer.token`."""
 
-_CURVES: Final = {"ES256": ec.SECP256R1, "ES384": ec.SECP384R1, "ES512": ec.SECP521R1}
+_CURVES: Final[dict[str, Callable[[], ec.EllipticCurve]]] = {
+    "ES256": ec.SECP256R1,
+    "ES384": ec.SECP384R1,
+    "ES512": ec.SECP521R1,
+}
 
 
 def private_key(algorithm: str) -> Any:
@@ -79,12 +83,19 @@ class Issuer:
         self.key, self.kid = private_key(self.algorithm), kid
         self.keys = [jwk_of(self.key, kid)]
 
-    def token(self, *, headers: Mapping[str, object] | None = None, lifetime: float = 600, **claims: object) -> str:
+    def token(
+        self,
+        *,
+        headers: Mapping[str, object] | None = None,
+        lifetime: float = 600,
+        namespace: str = "vision",
+        **claims: object,
+    ) -> str:
         """Return a token of a Kubernetes service account; claims that are None are omitted."""
         now = time.time()
         found = {
             "iss": self.url, "aud": [AUDIENCE], "sub": SUBJECT, "iat": now, "exp": now + lifetime,
-            "kubernetes.io": {"namespace": "vision", "serviceaccount": {"name": "trainer"}}, **claims,
+            "kubernetes.io": {"namespace": namespace, "serviceaccount": {"name": "trainer"}}, **claims,
         }  # fmt: skip
         stated = {name: value for name, value in found.items() if value is not None}
         return signed(stated, self.key, self.algorithm, {"kid": self.kid, **(headers or {})})

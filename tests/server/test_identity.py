@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
@@ -24,10 +25,11 @@ from teleloader_server.auth.identity_config import (
 )
 from teleloader_server.auth.identity_file import IdentityFile
 from teleloader_server.auth.key_source import MAX_AGE_S, MIN_INTERVAL_S, REFRESH_S, KeySource
-from teleloader_server.auth.keys import InvalidKeys, Keys, parse_keys
+from teleloader_server.auth.keys import InvalidKeys, Key, Keys, is_valid, parse_keys
 from teleloader_server.auth.outcomes import Refusal
 from teleloader_server.auth.rules import first_match, parse_rules
 from teleloader_server.config import ConfigError
+from teleloader_server.dispatch.grants import Grants
 from teleloader_server.permissions import Principal
 from teleloader_shared.errors import Forbidden, ServerUnavailable, Unauthorized
 from tests.issuers import NAMESPACE_RULE, SUBJECT, Issuer, issuer_table, jwk_of, private_key, write
@@ -524,7 +526,7 @@ def test_all_asymmetric_algorithms_are_verified(file: Path, algorithm: str) -> N
 def test_a_token_without_a_matching_rule_is_refused(file: Path, issuer: Issuer) -> None:
     """The message says what to do; a rule without scopes has the same effect."""
     authenticator = authenticator_of(file, issuer_table(issuer))
-    other = issuer.token(**{"kubernetes.io": {"namespace": "audio"}})
+    other = issuer.token(namespace="audio")
     with pytest.raises(Forbidden, match=rf"'{NAME}' has no permissions: no rule matches in \[issuers.cluster\]"):
         caller(authenticator, other).admit("read")
     assert caller(authenticator, other).principal is None
@@ -571,11 +573,13 @@ def test_refusals_are_named_only_after_verification(file: Path, issuer: Issuer) 
 
 def test_a_token_is_verified_once(file: Path, issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Valid tokens are cached until they expire, and refused ones for a second."""
-    from teleloader_server.auth import bearer
-
     verified = []
-    real = bearer.is_valid
-    monkeypatch.setattr(bearer, "is_valid", lambda *given: verified.append(given) or real(*given))
+
+    def verify(token: bytes, key: Key, algorithm: str) -> bool:
+        verified.append(token)
+        return is_valid(token, key, algorithm)
+
+    monkeypatch.setattr("teleloader_server.auth.bearer.is_valid", verify)
     authenticator = authenticator_of(file, issuer_table(issuer))
     good, bad = issuer.token(), issuer.token(aud="other")
     for _ in range(10):
@@ -850,3 +854,26 @@ def test_a_refusal_raises_a_new_error_each_time() -> None:
     """An exception that is raised again would collect tracebacks."""
     refusal = Refusal(Unauthorized, "no")
     assert refusal.error() is not refusal.error()
+
+
+# -- open requests
+
+
+def test_a_request_whose_token_cannot_be_verified_ends() -> None:
+    """Without keys, the authorization of an open request ends with the error; those of others are checked as before."""
+
+    class Caller:
+        def authorize(self, need: str, dataset: str | None = None) -> Principal:
+            raise ServerUnavailable("no keys")
+
+    async def test() -> None:
+        grants = Grants()
+        running = asyncio.create_task(grants.run())
+        for _ in range(2):
+            ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+            with grants.hold(Caller(), "read", ("train",), ended.set_result):
+                grants.tokens_changed.set()
+                assert isinstance(await ended, ServerUnavailable)
+        running.cancel()
+
+    asyncio.run(test())

@@ -111,11 +111,13 @@ def is_valid(token: bytes, key: Key, algorithm: str) -> bool:
 
 def _key(stated: Mapping[str, Any]) -> Key | None:
     kind, kid, algorithm, operations = (stated.get(name) for name in ("kty", "kid", "alg", "key_ops"))
-    if kind not in _KEY_TYPES or stated.get("use") not in (None, "sig"):
+    if not isinstance(kind, str) or kind not in _KEY_TYPES or stated.get("use") not in (None, "sig"):
         return None
     if isinstance(operations, list) and "verify" not in operations:
         return None
-    if not isinstance(kid, str | None) or (algorithm is not None and ALGORITHMS.get(algorithm) != kind):
+    if not isinstance(kid, str | None) or not isinstance(algorithm, str | None):
+        return None
+    if algorithm is not None and ALGORITHMS.get(algorithm) != kind:
         return None
     make, members = _KEY_TYPES[kind]
     try:
