@@ -84,7 +84,7 @@ def common() -> Iterator[Step]:
 def oldest(tests: str, jobs: int) -> Iterator[Step]:
     """The oldest packages that pyproject.toml allows at run time, with today's test tools."""
     venv = ".venv-oldest"
-    extras = " ".join(f"--extra {name}" for name in ("cli", "compression", "demo", "otel", "server"))
+    extras = " ".join(f"--extra {name}" for name in ("cli", "compression", "demo", "oidc", "otel", "server"))
     yield Step(
         "oldest packages",
         f"{UV} pip compile --quiet --resolution lowest-direct --python-version 3.11 {extras}"

@@ -83,6 +83,7 @@ class Caller(Protocol):
         Raises:
             Unauthorized: If the request has no token, or its token is no longer valid.
             Forbidden: If the scopes do not permit the operation.
+            ServerUnavailable: If the keys that verify a JWT are not available now.
         """
 
 

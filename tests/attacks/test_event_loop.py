@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed
 
+from teleloader_server.auth.authenticator import Authenticator
 from teleloader_server.config import DatasetConfig
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import Limits
@@ -42,9 +43,14 @@ KIB: Final = 1024
 
 
 class Measured:
-    """Server with the datasets `numbers` and `anything`, and durations of its event loop's callbacks."""
+    """Server with the datasets `numbers` and `anything`, and durations of its event loop's callbacks.
 
-    def __init__(self) -> None:
+    Args:
+        authenticator: The server's authenticator; None disables authentication.
+    """
+
+    def __init__(self, authenticator: Authenticator | None = None) -> None:
+        self._authenticator = authenticator
         self.longest = 0.0
         self.what = ""
         self._ready = threading.Event()
@@ -78,7 +84,7 @@ class Measured:
         anything = DatasetConfig(name="anything", factory="tests.end_to_end.hosted:numbers", indices="any")
         service = LoaderService(ConfiguredPools([numbers, anything], limits), limits)
         listening = bind("127.0.0.1", 0)
-        server = Server(service, "127.0.0.1", 0, grace=1)
+        server = Server(service, "127.0.0.1", 0, grace=1, authenticator=self._authenticator)
         await service.start()
         serving = asyncio.create_task(server.serve([listening]))
         await server.listening.wait()

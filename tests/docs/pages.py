@@ -1,7 +1,8 @@
 """Execution of the code on a documentation page, from top to bottom.
 
 - A block that begins with a comment with a file name (``# my_package/data.py``) is written to that file.
-- TOML is read by the server's own reader: as tokens if it contains a ``sha256``, otherwise as a configuration.
+- TOML is read by the server's own reader: as tokens if it contains a ``sha256``, as identities if it contains
+  ``match``, otherwise as a configuration.
 - Shell commands run in the page's folder. A server runs until the page ends; SIGINT ends ``--watch`` and ``top``.
   Commands that install or build are not run, but the extras and targets that they name must exist.
 - ``export NAME=value`` applies to the machine that trains: to all subsequent commands except servers.
@@ -33,6 +34,7 @@ import pytest
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
+from teleloader_server.auth.identity_config import parse_identity
 from teleloader_server.auth.tokens import parse_tokens
 from teleloader_server.config import read_toml
 from tests.conftest import ROOT, ServerProcess
@@ -126,7 +128,11 @@ class Page:
             parse_tokens(text, "the page")
             return None
         named = _FILE.match(text)
-        read_toml(self._write(named[1] if named else "nameless.toml", text))
+        path = self._write(named[1] if named else "nameless.toml", text)
+        if "match = " in text:
+            parse_identity(text, "the page", self._folder)
+        else:
+            read_toml(path)
         return None
 
     def _output(self, example: Example) -> str | None:

@@ -225,7 +225,7 @@ def test_a_url_with_a_secret_in_it_is_refused(url: str) -> None:
     assert "the-secret-of-it" not in str(refused.value)
 
 
-@pytest.mark.parametrize("token", ["", "two words", "line\r\nX-Forged: 1", "\N{SNOWMAN}" * 20, "x" * 513])
+@pytest.mark.parametrize("token", ["", "two words", "line\r\nX-Forged: 1", "\N{SNOWMAN}" * 20, "x" * 16_385])
 def test_what_cannot_be_a_token_is_refused(token: str) -> None:
     """An invalid token is rejected before a request is sent, and not repeated in the error."""
     with pytest.raises(ValueError, match="invalid token in the argument token: expected letters") as refused:

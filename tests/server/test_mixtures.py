@@ -17,7 +17,14 @@ from teleloader_server.loading.tasks import Task, indices_of
 from teleloader_server.permissions import ALL_SCOPES, READ, Principal
 from teleloader_server.workers.factory import ObjectPools
 from teleloader_shared.codec import BatchId
-from teleloader_shared.errors import AccessDenied, DatasetChanged, Forbidden, InvalidSpec, UnknownDataset
+from teleloader_shared.errors import (
+    AccessDenied,
+    DatasetChanged,
+    Forbidden,
+    InvalidSpec,
+    ServerUnavailable,
+    UnknownDataset,
+)
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
@@ -75,7 +82,7 @@ def test_a_request_ends_with_the_access_to_any_source() -> None:
     async def test() -> None:
         grants = Grants()
         running = asyncio.create_task(grants.run())
-        ended: asyncio.Future[AccessDenied] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[AccessDenied | ServerUnavailable] = asyncio.get_running_loop().create_future()
         with grants.hold(WITHOUT_CODE, READ, spec().datasets, ended.set_result):
             grants.tokens_changed.set()
             assert "read:code" in str(await ended)

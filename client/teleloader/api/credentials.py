@@ -26,7 +26,9 @@ KEY_VARIABLE: Final = "TELELOADER_KEY"
 
 PEM: Final = "-----BEGIN CERTIFICATE-----"
 
-_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{1,512}")
+MAX_TOKEN: Final = 16 * 1024
+"""Maximum number of characters of a token, which may be a JWT."""
+_TOKEN: Final = re.compile(rf"[A-Za-z0-9._~+/=-]{{1,{MAX_TOKEN}}}")
 
 
 class Credentials:
@@ -50,6 +52,8 @@ class Credentials:
         self._given = token
         self._ca, self._cert, self._key = ca, cert, key
         self._context: ssl.SSLContext | None = None
+        self._changed_at: list[int] = []
+        """Times of the last changes of the files of `_context`."""
         self._lock = threading.Lock()
         _created.add(self)
         self.token = self._read()
@@ -83,12 +87,21 @@ class Credentials:
     def context(self) -> ssl.SSLContext:
         """Return the TLS context, which requires TLS 1.2 or later and verifies the server's certificate and hostname.
 
+        The context is replaced when a file changes, because certificates for workloads are valid for an hour or less.
+
         Raises:
             TlsError: If a certificate or key file cannot be loaded.
         """
         with self._lock:
-            if self._context is None:
-                self._context = self._make_context()
+            changed_at = self._file_times()
+            if self._context is None or changed_at != self._changed_at:
+                try:
+                    self._context = self._make_context()
+                except TlsError:
+                    if self._context is None:
+                        raise
+                    return self._context  # the files are being replaced
+                self._changed_at = changed_at
             return self._context
 
     def __repr__(self) -> str:
@@ -104,14 +117,22 @@ class Credentials:
             return None
         try:
             with Path(file).open("rb") as opened:
-                content = Secret(opened.read(4096).decode(errors="replace").strip())
+                content = Secret(opened.read(MAX_TOKEN + 1024).decode(errors="replace").strip())
         except OSError as error:
             raise ValueError(f"cannot read the token in {file} ({TOKEN_FILE_VARIABLE}): {error.strerror}") from None
         return _checked(content, f"{file} ({TOKEN_FILE_VARIABLE})")
 
+    @property
+    def _pair(self) -> tuple[str | None, str | None]:
+        """Paths of the client certificate and of its key."""
+        return self._cert or os.environ.get(CERT_VARIABLE), self._key or os.environ.get(KEY_VARIABLE) or None
+
+    def _file_times(self) -> list[int]:
+        return [_changed_at(path) for path in (self.ca, *self._pair) if path and not path.startswith(PEM)]
+
     def _make_context(self) -> ssl.SSLContext:
         ca = self.ca
-        cert, key = self._cert or os.environ.get(CERT_VARIABLE), self._key or os.environ.get(KEY_VARIABLE) or None
+        cert, key = self._pair
         is_text = ca is not None and ca.startswith(PEM)
         try:
             context = ssl.create_default_context(cadata=ca) if is_text else ssl.create_default_context(cafile=ca)
@@ -129,6 +150,13 @@ class Credentials:
                     f"Expected unencrypted PEM. If the key is in another file, set {KEY_VARIABLE} or pass key="
                 ) from None
         return context
+
+
+def _changed_at(path: str) -> int:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _checked(token: Secret, where: str) -> Secret:

@@ -114,7 +114,8 @@ class _SecureConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         """Connect and perform the TLS handshake."""
         super().connect()
-        self.sock = TlsSocket(self.sock, self._server.credentials.context(), self._server.server_name)
+        self.context = self._server.credentials.context()
+        self.sock = TlsSocket(self.sock, self.context, self._server.server_name)
 
 
 class BoundedReader(io.RawIOBase):
@@ -267,8 +268,8 @@ class HttpConnection:
 
     def _receive(self, buffers: HostBuffers, batches: int, max_bytes: int) -> Memory:
         with self._http.getresponse() as response:
-            if response.status == http.client.UNAUTHORIZED and self._server.credentials.renew(self._sent_token):
-                raise TransportError("the server rejected the previous token")
+            if response.status == http.client.UNAUTHORIZED and self._has_new_credentials():
+                raise TransportError("the server rejected the previous token or certificate")
             if response.status != http.client.OK:
                 self._arriving.allow(MAX_PROBLEM_BYTES)
                 raise error_of(
@@ -299,6 +300,13 @@ class HttpConnection:
                 arriving.advance(filled)
             self.verified = arriving.verified
             return memory
+
+    def _has_new_credentials(self) -> bool:
+        """Return True if the token file or the client certificate has changed since the request was sent."""
+        credentials = self._server.credentials
+        if credentials.renew(self._sent_token):
+            return True
+        return isinstance(self._http, _SecureConnection) and credentials.context() is not self._http.context
 
     def _response(self, *args: Any, **options: Any) -> http.client.HTTPResponse:
         """Create the response object, and wait for the first byte of the response."""

@@ -1,13 +1,14 @@
-"""Authentication of requests by token or session cookie, and protection against cross-site requests.
+"""Authentication of requests by token, certificate or session cookie, and protection against cross-site requests.
 
-Because a loader sends many requests, the principal of a token is cached by Authorization header until the token expires
-or a token file changes.
+Because a loader sends many requests, the principal of a token is cached by the digest of the Authorization header until
+the token expires, or a token file, identity file or key of an issuer changes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 import secrets
 import socket
@@ -19,17 +20,22 @@ from typing import Final, NamedTuple
 from starlette.types import Scope
 
 from teleloader_server import audit
+from teleloader_server.auth.certificates import PEER_CERTIFICATE
+from teleloader_server.auth.claims import duration
+from teleloader_server.auth.identity_file import IdentityFile, is_jwt
 from teleloader_server.auth.origins import is_known_host, is_of_another_site, known_hosts
+from teleloader_server.auth.outcomes import Refusal
 from teleloader_server.auth.token_file import TokenFile
 from teleloader_server.auth.tokens import Token, Tokens
 from teleloader_server.config import ConfigError
 from teleloader_server.permissions import ANYONE, OPEN, Principal
 from teleloader_server.problems import HttpProblem
-from teleloader_shared.errors import AccessDenied, Unauthorized
+from teleloader_shared.errors import AccessDenied, ServerUnavailable, Unauthorized
 from teleloader_shared.messages import NO_PAGE_HEADER
+from teleloader_shared.secret import Secret
 
-MAX_REMEMBERED: Final = 1024
-"""Maximum number of cached Authorization headers: headers with different spelling can contain the same token."""
+MAX_REMEMBERED: Final = 4096
+"""Maximum number of cached Authorization headers, the most recently used ones."""
 SESSION_SECONDS: Final = 12 * 3600
 MAX_SESSIONS: Final = 1024
 """Maximum number of browser sessions; a further sign-in ends the oldest session."""
@@ -50,16 +56,21 @@ logger = logging.getLogger(__name__)
 class _Session(NamedTuple):
     digest: bytes
     """SHA-256 of the token with which the user signed in."""
+    principal: str
+    """Name of the principal, which may have several JWTs."""
     ends: float
     """Latest end of the session, in the time of `time.monotonic`, which a step of the clock does not change."""
+    jwt: Secret | None
+    """The token, if it is a JWT, which is verified again after changes of keys and rules; None for other tokens."""
 
 
 class Authenticator:
     """Authentication of all requests to a server.
 
     Args:
-        sources: Token files. If `sources` is empty and `fixed` contains no token, authentication is disabled.
+        sources: Token files. Without `sources`, `fixed` tokens and `identities`, authentication is disabled.
         fixed: Tokens that do not come from a file.
+        identities: Issuers of JWTs, and rules for client certificates; None for none.
         host: Name or IP address on which the server listens.
         allowed_hosts: Further host names to accept in the Host header.
 
@@ -73,26 +84,38 @@ class Authenticator:
         fixed: Tokens | None = None,
         host: str = "",
         allowed_hosts: Iterable[str] = (),
+        identities: IdentityFile | None = None,
     ) -> None:
         self._sources = tuple(sources)
         self._fixed = () if fixed is None else fixed.entries
         self._hosts = known_hosts((host, socket.gethostname(), *allowed_hosts))
-        self._known: dict[bytes, Token] = {}
+        self.identities: Final = identities
+        self._known: OrderedDict[bytes, Token] = OrderedDict()
+        """Valid tokens by the digest of an Authorization header, or of the JWT of a session."""
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._refused: Counter[str] = Counter()
         self._last_logged = -LOG_EVERY
         self.on_change: Callable[[], object] = lambda: None
-        """Callback, called after tokens were added, removed or changed, and after a token has expired."""
+        """Callback, called after tokens were added, removed or changed, and after a token of a file has expired."""
+        self.on_expiry: Callable[[], object] = lambda: None
+        """Callback, called after a JWT or client certificate that a client used has expired."""
+        self._next_expiry = math.inf
+        """First end of the validity of the JWTs and client certificates that clients used since the last expiry."""
         self.tokens = self._all()
         self._expired = self._expired_names()
 
     @property
     def has_tokens(self) -> bool:
         """True if clients must authenticate; remains true if all tokens were revoked."""
-        return bool(self._sources or self._fixed)
+        return bool(self._sources or self._fixed or self.identities)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if there can be several principals."""
+        return len(self.tokens.entries) > 1 or self.identities is not None
 
     def reload_if_changed(self) -> None:
-        """Reload changed token files, and replace the tokens; called once a second.
+        """Reload changed token files and the identity file, and replace the tokens; called once a second.
 
         The replacement is atomic. If the files contain duplicate tokens or names, the previous tokens stay valid.
         """
@@ -105,40 +128,93 @@ class Authenticator:
                 logger.error("token reload failed, keeping the previous tokens: %s", error)
                 changed = False
             else:
-                self._known.clear()
                 _record_changes(before, self.tokens)
+        if self.identities is not None:
+            changed |= self.identities.reload_if_changed()
+        if changed:
+            self._known.clear()
         expired = self._expired_names()  # all of them: the clock may have been set forward or back
         if changed or expired != self._expired:
             self._expired = expired
             self.on_change()
+        if self._next_expiry <= time.time():
+            self._next_expiry = math.inf  # each open request that is checked again sets it again
+            self.on_expiry()
 
     def authenticate(self, headers: Mapping[bytes, bytes], scope: Scope) -> Principal:
-        """Return the principal identified by a request's token or cookie; `ANYONE` on a server without tokens.
+        """Return the principal identified by a request's token, cookie or client certificate.
+
+        The principal is `ANYONE` on a server without authentication. A token takes precedence over a certificate.
 
         Args:
             headers: Request headers, as selected by `RequestCaller`.
             scope: ASGI scope of the request.
 
         Raises:
-            Unauthorized: If the request has no valid token or session cookie.
+            Unauthorized: If the request has no valid token, session cookie or certificate.
+            Forbidden: If no rule of the identity file matches the JWT or certificate.
+            ServerUnavailable: If the keys that verify a JWT are not available now.
         """
         if not self.has_tokens:
             return ANYONE
         authorization = headers.get(b"authorization")
         if authorization is None:
-            return self._of_session(scope, headers.get(b"cookie", b""))
-        # a dictionary lookup uses a keyed hash, so its duration discloses nothing about the entries
-        known = self._known.get(authorization)
+            return self._without_token(scope, headers.get(b"cookie", b""))
+        # by digest: its duration discloses nothing about the entries, which contain no tokens and are small
+        key = hashlib.sha256(authorization).digest()
+        known = self._remembered(key)
         if known is None:
             scheme, _, token = authorization.partition(b" ")
             if scheme.lower() != b"bearer":
                 raise Unauthorized("unsupported Authorization scheme: expected 'Bearer' and a token")
-            known = self._valid(token.strip())
-            if len(self._known) < MAX_REMEMBERED:
-                self._known[authorization] = known
-        if known.expires <= time.time():
-            raise _expired(known.principal)
+            known = self._remember(key, self._valid(token.strip()))
         return known.principal
+
+    def _remembered(self, key: bytes) -> Token | None:
+        """Return a valid token from the cache, or None."""
+        known = self._known.get(key)
+        if known is None or known.expires <= time.time():
+            return None
+        self._known.move_to_end(key)
+        if known.expires < self._next_expiry:
+            self._watch_expiry(known)
+        return known
+
+    def _remember(self, key: bytes, token: Token) -> Token:
+        self._known[key] = token
+        if len(self._known) > MAX_REMEMBERED:
+            self._known.popitem(last=False)
+        self._watch_expiry(token)
+        return token
+
+    def _watch_expiry(self, token: Token) -> None:
+        if self.identities is not None:  # tokens of files: see `_expired_names`
+            self._next_expiry = min(self._next_expiry, token.expires)
+
+    def _without_token(self, scope: Scope, cookies: bytes) -> Principal:
+        """Return the principal of a request's session, or of the client certificate of its connection."""
+        name = _value(cookies, self._cookie_name(scope)) if cookies else ""
+        session = self._of_session(name) if name else None
+        if session is not None:
+            return session
+        found = self._of_certificate(scope)
+        if found is None:
+            if name:
+                raise Unauthorized("the browser session has expired or was revoked: sign in again at /")
+            cert = " or client certificate" if self._has_certificate_rules else ""
+            raise Unauthorized(
+                f"authentication required: no token{cert} provided. Set TELELOADER_TOKEN or pass RemoteDataset(..., "
+                "token=...); in a browser, sign in at /"
+            )
+        if isinstance(found, Refusal):
+            raise found.error()
+        if found.expires <= time.time():
+            raise Unauthorized(
+                f"the client certificate of {found.principal.name!r} expired {duration(time.time() - found.expires)} "
+                "ago: renew it, and connect again"
+            )
+        self._watch_expiry(found)
+        return found.principal
 
     # -- sessions of browsers, which store a cookie and not the token
 
@@ -148,12 +224,16 @@ class Authenticator:
         Raises:
             Unauthorized: If the token is not valid.
         """
-        found = self._valid(token.encode(errors="replace"))
+        content = token.encode(errors="replace")
+        found = self._valid(content)
+        jwt = None if self.tokens.has(found.digest) else Secret(token)
         name = secrets.token_urlsafe(32)
-        of_token = [key for key, session in self._sessions.items() if session.digest == found.digest]
-        if len(of_token) >= MAX_SESSIONS_PER_TOKEN:
-            del self._sessions[of_token[0]]
-        self._sessions[_digest_of(name)] = _Session(found.digest, time.monotonic() + SESSION_SECONDS)
+        same = [key for key, session in self._sessions.items() if session.principal == found.principal.name]
+        if len(same) >= MAX_SESSIONS_PER_TOKEN:
+            del self._sessions[same[0]]
+        self._sessions[_digest_of(name)] = _Session(
+            found.digest, found.principal.name, time.monotonic() + SESSION_SECONDS, jwt
+        )
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         audit.record("signed_in", principal=found.principal.name)
@@ -165,23 +245,39 @@ class Authenticator:
         cookies = next((value for name, value in scope["headers"] if name == b"cookie"), b"")
         session = self._sessions.pop(_digest_of(_value(cookies, self._cookie_name(scope))), None)
         if session is not None:
-            token = self.tokens.has(session.digest)
-            audit.record("signed_out", principal=None if token is None else token.principal.name)
+            audit.record("signed_out", principal=self._name_of_session(session))
         return self._cookie(scope, "", 0)
 
-    def _of_session(self, scope: Scope, cookies: bytes) -> Principal:
-        name = _value(cookies, self._cookie_name(scope)) if cookies else ""
-        if not name:
-            raise Unauthorized(
-                "authentication required: no token provided. Set TELELOADER_TOKEN or pass RemoteDataset(..., "
-                "token=...); in a browser, sign in at /"
-            )
+    def _of_session(self, name: str) -> Principal | None:
+        """Return the principal of a session, or None if the session is unknown, has ended, or was revoked."""
         session = self._sessions.get(_digest_of(name))
-        token = None if session is None else self.tokens.has(session.digest)
+        token = None if session is None else self._token_of(session)
         if session is None or token is None or session.ends <= time.monotonic() or token.expires <= time.time():
             self._sessions.pop(_digest_of(name), None)
-            raise Unauthorized("the browser session has expired or was revoked: sign in again at /")
+            return None
         return token.principal
+
+    def _token_of(self, session: _Session) -> Token | None:
+        """Return the token of a session, or None if it is no longer valid.
+
+        Raises:
+            ServerUnavailable: If the keys that verify a JWT are not available now.
+        """
+        if session.jwt is None:
+            return self.tokens.has(session.digest)
+        known = self._remembered(session.digest)
+        if known is not None:
+            return known
+        try:
+            return self._remember(session.digest, self._valid(session.jwt.encode()))
+        except AccessDenied:
+            return None
+
+    def _name_of_session(self, session: _Session) -> str | None:
+        if session.jwt is not None:
+            return self._name_of_token(session.jwt.encode())
+        token = self.tokens.has(session.digest)
+        return None if token is None else token.principal.name
 
     def _cookie_name(self, scope: Scope) -> str:
         # browsers share cookies among all ports of a host, so the cookie's name contains the port
@@ -226,8 +322,22 @@ class Authenticator:
                 "cross-site request rejected: use the dashboard of this server. Proxies must preserve the Host header",
             )
 
+    @property
+    def _has_certificate_rules(self) -> bool:
+        return self.identities is not None and bool(self.identities.config.certificate_rules)
+
+    def _of_certificate(self, scope: Scope) -> Token | Refusal | None:
+        """Return the principal of a connection's client certificate, or its refusal; None without a certificate."""
+        certificate = scope.get("state", {}).get(PEER_CERTIFICATE)
+        return None if self.identities is None or certificate is None else self.identities.of_certificate(certificate)
+
     def _valid(self, token: bytes) -> Token:
         found = self.tokens.find(token)
+        if found is None and self.identities is not None and is_jwt(token):
+            verified = self.identities.of_token(token)
+            if isinstance(verified, Refusal):
+                raise verified.error()
+            return verified
         if found is None:
             raise Unauthorized(
                 "unknown token: the token may have been revoked or rotated. Request a new token from the server's "
@@ -273,12 +383,18 @@ class Authenticator:
         """Return the name of a request's token, which may have expired; None if there is none, or it is not known."""
         headers = dict(scope["headers"])
         if b"authorization" in headers:
-            found = self.tokens.find(headers[b"authorization"].partition(b" ")[2].strip())
-        else:
-            cookie = _value(headers.get(b"cookie", b""), self._cookie_name(scope))
+            return self._name_of_token(headers[b"authorization"].partition(b" ")[2].strip())
+        cookie = _value(headers.get(b"cookie", b""), self._cookie_name(scope))
+        if cookie:
             session = self._sessions.get(_digest_of(cookie))
-            found = None if session is None else self.tokens.has(session.digest)
-        return None if found is None else found.principal.name
+            return None if session is None else self._name_of_session(session)
+        return _name_of(self._of_certificate(scope))
+
+    def _name_of_token(self, token: bytes) -> str | None:
+        found = self.tokens.find(token)
+        if found is None and self.identities is not None and is_jwt(token):
+            return _name_of(self.identities.of_token(token))
+        return _name_of(found)
 
 
 class RequestCaller:
@@ -301,7 +417,7 @@ class RequestCaller:
         """Current principal of the client; `ANYONE` on a server without tokens, None if the token is not valid."""
         try:
             return self._authenticator.authenticate(self._headers, self._scope)
-        except Unauthorized:
+        except (AccessDenied, ServerUnavailable):
             return None
 
     def authorize(self, need: str, dataset: str | None = None) -> Principal:
@@ -339,6 +455,13 @@ def _record_changes(before: Tokens, now: Tokens) -> None:
     old, new = ({entry.principal.name: entry for entry in tokens.entries} for tokens in (before, now))
     changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
     audit.record("tokens_changed", added=sorted(new.keys() - old), removed=sorted(old.keys() - new), changed=changed)
+
+
+def _name_of(found: Token | Refusal | None) -> str | None:
+    """Return the name of a principal that was identified, even if it was refused."""
+    if found is None or isinstance(found, Refusal):
+        return None if found is None else found.principal
+    return found.principal.name
 
 
 def _expired(principal: Principal) -> Unauthorized:

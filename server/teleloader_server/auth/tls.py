@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from teleloader_server.auth.file_watch import FileWatch
 from teleloader_server.config import ConfigError
 
+ClientCertificates = Literal["required", "optional"]
+_CERT_REQS: Final = {"required": ssl.CERT_REQUIRED, "optional": ssl.CERT_OPTIONAL}
 _PEM: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _VERSION: Final = 0xA0
 """Tag of the first field of a certificate, which is optional."""
@@ -37,9 +39,9 @@ class TlsFiles:
     keyfile_password: str | None = None
     """Password of the private key; None if the key is not encrypted."""
     ca_certs: Path | None = None
-    """CA certificates for mutual TLS: clients must present a certificate issued by one of these CAs. None disables
-    mutual TLS.
-    """
+    """CA certificates for mutual TLS, which issue the certificates of clients. None disables mutual TLS."""
+    cert_reqs: ClientCertificates = "required"
+    """Whether clients without a certificate may connect; certificates of other CAs are always rejected."""
 
     def __post_init__(self) -> None:
         """Validate the files."""
@@ -76,7 +78,7 @@ class TlsFiles:
             "ssl_keyfile": self.keyfile,
             "ssl_keyfile_password": self.keyfile_password,
             "ssl_ca_certs": self.ca_certs,
-            "ssl_cert_reqs": ssl.CERT_NONE if self.ca_certs is None else ssl.CERT_REQUIRED,
+            "ssl_cert_reqs": ssl.CERT_NONE if self.ca_certs is None else _CERT_REQS[self.cert_reqs],
         }
 
     def paths(self) -> Iterator[Path]:

@@ -93,8 +93,12 @@ class TokenText(NamedTuple):
     """True if every user of the machine can read the file."""
 
 
-def read_text(path: Path) -> TokenText:
-    """Read a token file; a missing file is treated as empty.
+def read_text(path: Path, kind: str = "token file") -> TokenText:
+    """Read a token file or identity file; a missing file is treated as empty.
+
+    Args:
+        path: Path of the file.
+        kind: Kind of the file, for error messages.
 
     Raises:
         ConfigError: If the file is unreadable, is not UTF-8 text, or exceeds `MAX_TOKENS_BYTES`.
@@ -106,11 +110,11 @@ def read_text(path: Path) -> TokenText:
     except (FileNotFoundError, NotADirectoryError):
         return TokenText(Secret(), is_public=False)
     except OSError as error:
-        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {kind} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"invalid token file {path}: expected UTF-8 text") from None
+        raise ConfigError(f"invalid {kind} {path}: expected UTF-8 text") from None
     if len(content) > MAX_TOKENS_BYTES:
-        raise ConfigError(f"invalid token file {path}: expected at most {MAX_TOKENS_BYTES:,} bytes")
+        raise ConfigError(f"invalid {kind} {path}: expected at most {MAX_TOKENS_BYTES:,} bytes")
     return TokenText(content, is_public)
 
 

@@ -7,6 +7,7 @@ import hmac
 import math
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, NamedTuple
@@ -20,6 +21,10 @@ DEFAULT_SCOPES: Final = (READ, STATS)
 
 TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 """Pattern of valid tokens: only characters that RFC 6750 allows; at least 16 characters, to prevent guessing."""
+
+
+SENT_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,16384}")
+"""Pattern of tokens that this server sends to another one, which may be JWTs."""
 
 
 TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -41,7 +46,23 @@ PRIORITIES: Final = {"high": 10.0, "normal": 1.0, "low": 0.1}
 """Priority classes, as factors of the weight: while both wait, a class gets ten times the worker time of the next."""
 WEIGHTS: Final = (0.01, 100.0)
 """Minimum and maximum weight of a token within its class."""
-_ENTRIES: Final = ("token", "sha256", "scopes", "expires", "memory_share", "priority", "weight")
+GRANT_KEYS: Final = ("scopes", "memory_share", "priority", "weight")
+"""Keys of a table that states permissions, in token files and identity files."""
+_ENTRIES: Final = ("token", "sha256", "expires", *GRANT_KEYS)
+
+
+class Grant(NamedTuple):
+    """Permissions of a principal: scopes, and shares of memory and worker time."""
+
+    scopes: frozenset[str]
+    memory_share: float
+    """Fraction of the memory budget, in (0, 1]."""
+    weight: float
+    """Share of the worker time: the factor of the priority class times the weight within the class."""
+
+    def principal(self, name: str) -> Principal:
+        """Return the principal of this name with these permissions."""
+        return Principal(name, self.scopes, self.memory_share, self.weight)
 
 
 class Token(NamedTuple):
@@ -139,9 +160,23 @@ def _entry(name: str, table: object, where: str) -> Token:
         got = "both" if "token" in table else "neither"
         raise ConfigError(f'{at}: expected exactly one of token = "..." and sha256 = "...", got {got}')
     digest = _digest(table["token"], at) if "token" in table else _stated_digest(table["sha256"], at)
+    return Token(parse_grant(table, at).principal(name), digest, _expiry(table.get("expires"), at))
+
+
+def parse_grant(table: Mapping[str, object], at: str, *, may_refuse: bool = False) -> Grant:
+    """Parse the keys `GRANT_KEYS` of a table.
+
+    Args:
+        table: Table of a token or rule.
+        at: Place in the file, for error messages.
+        may_refuse: Whether the list of scopes may be empty.
+
+    Raises:
+        ConfigError: If a value is invalid, or the scopes are missing.
+    """
     weight = PRIORITIES[_priority(table.get("priority", "normal"), at)] * _weight(table.get("weight", 1), at)
-    principal = Principal(name, _scopes(table.get("scopes"), at), _share(table.get("memory_share", 1), at), weight)
-    return Token(principal, digest, _expiry(table.get("expires"), at))
+    scopes = frozenset() if may_refuse and table.get("scopes") == [] else _scopes(table.get("scopes"), at)
+    return Grant(scopes, _share(table.get("memory_share", 1), at), weight)
 
 
 def _digest(token: object, at: str) -> bytes:
@@ -165,31 +200,31 @@ def _stated_digest(stated: object, at: str) -> bytes:
 def _scopes(stated: object, at: str) -> frozenset[str]:
     # No default: an entry whose scopes are missing in a truncated or mistyped file must not get any.
     if not isinstance(stated, list) or not stated:
-        got = "none" if stated is None else _shown(stated)
+        got = "none" if stated is None else shown(stated)
         raise ConfigError(f'{at}: expected a list of scopes, got {got}. Add scopes = ["read", "stats"], for example')
     for scope in stated:
         if not isinstance(scope, str) or not SCOPE.fullmatch(scope):
-            raise ConfigError(f"{at}: invalid scope {_shown(scope)}: expected {SCOPE_RULE}")
+            raise ConfigError(f"{at}: invalid scope {shown(scope)}: expected {SCOPE_RULE}")
     return frozenset(stated)
 
 
 def _share(stated: object, at: str) -> float:
     if not isinstance(stated, int | float) or isinstance(stated, bool) or not 0 < stated <= 1:
-        raise ConfigError(f"{at}: memory_share must be a number in (0, 1], got {_shown(stated)}")
+        raise ConfigError(f"{at}: memory_share must be a number in (0, 1], got {shown(stated)}")
     return float(stated)
 
 
 def _priority(stated: object, at: str) -> str:
     if not isinstance(stated, str) or stated not in PRIORITIES:
         expected = ", ".join(f'"{name}"' for name in PRIORITIES)
-        raise ConfigError(f"{at}: priority must be one of {expected}, got {_shown(stated)}")
+        raise ConfigError(f"{at}: priority must be one of {expected}, got {shown(stated)}")
     return stated
 
 
 def _weight(stated: object, at: str) -> float:
     least, most = WEIGHTS
     if not isinstance(stated, int | float) or isinstance(stated, bool) or not least <= stated <= most:
-        raise ConfigError(f"{at}: weight must be a number in [{least:g}, {most:g}], got {_shown(stated)}")
+        raise ConfigError(f"{at}: weight must be a number in [{least:g}, {most:g}], got {shown(stated)}")
     return float(stated)
 
 
@@ -198,12 +233,13 @@ def _expiry(stated: object, at: str) -> float:
         return math.inf
     if not isinstance(stated, datetime) or stated.tzinfo is None:
         raise ConfigError(
-            f"{at}: expires must be a time with a time zone, such as 2027-01-01T00:00:00Z, got {_shown(stated)}"
+            f"{at}: expires must be a time with a time zone, such as 2027-01-01T00:00:00Z, got {shown(stated)}"
         )
     return stated.timestamp()
 
 
-def _shown(stated: object) -> str:
+def shown(stated: object) -> str:
+    """Return the beginning of the `repr` of a value in a file, for error messages."""
     try:
         return f"{stated!r:.80}"
     except ValueError:

@@ -56,6 +56,14 @@ def _is_interactive() -> bool:
     return sys.stderr.isatty() and logger.isEnabledFor(logging.INFO) and not json_lines
 
 
+def _access(authenticator: Authenticator) -> str:
+    """Return the tokens, issuers and certificates that identify clients."""
+    if authenticator.identities is None:
+        return format_tokens(authenticator.tokens) if authenticator.has_tokens else "without authentication"
+    tokens = [format_tokens(authenticator.tokens)] if authenticator.tokens.entries else []
+    return ", ".join([*tokens, str(authenticator.identities)])
+
+
 def facts(
     datasets: Sequence[DatasetInfo],
     limits: Limits,
@@ -76,8 +84,7 @@ def facts(
     yield "memory", f"up to {size(limits.memory_budget)} of prefetched batches"
     if host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
         yield "listening", "on all IP addresses of this machine"
-    tokens = authenticator.tokens
-    yield "access", format_tokens(tokens) if authenticator.has_tokens else "without authentication"
+    yield "access", _access(authenticator)
     yield "connect", f'DataLoader(RemoteDataset("{url}", "{datasets[0].name}"), batch_size=32)'
     yield "watch", f"teleloader stats {url} --watch"
     yield "dashboard", f"{url}/"

@@ -20,7 +20,8 @@ import uvloop
 
 from teleloader_server import audit, logs
 from teleloader_server.auth.authenticator import Authenticator
-from teleloader_server.auth.tls import TlsFiles
+from teleloader_server.auth.identity_file import IdentityFile
+from teleloader_server.auth.tls import ClientCertificates, TlsFiles
 from teleloader_server.auth.token_file import TOKENS_VARIABLE, TokenFile
 from teleloader_server.cli import check as checking
 from teleloader_server.cli.banner import log_start, show_banner
@@ -132,6 +133,11 @@ def _listener_options(command: _Command) -> _Command:
             "--token-file", type=_FILE, allow_from_autoenv=False, help="File that contains one token and nothing "
             "else, such as a container's secret. Reloaded when it changes.",
         ),
+        click.option(
+            "--identity", type=_FILE, help="TOML file with issuers of JWTs (OpenID Connect, Kubernetes service "
+            "accounts), and rules that map claims and client certificates to scopes: see docs/identity.md. Reloaded "
+            "when it changes.",
+        ),
         click.option("--insecure", is_flag=True, help="Disable authentication."),
         click.option(
             "--allowed-host", multiple=True, metavar="NAME", help="Host name to accept in the Host header, besides "
@@ -147,6 +153,10 @@ def _listener_options(command: _Command) -> _Command:
             "--ssl-ca-certs", type=_FILE, help="CA certificates (PEM). Clients must present a certificate from one of "
             "these CAs."
         ),
+        click.option(
+            "--ssl-cert-reqs", type=click.Choice(get_args(ClientCertificates)), default="required", show_default=True,
+            help="With --ssl-ca-certs: whether clients without a certificate may connect.",
+        ),
     )):  # fmt: skip
         command = option(command)
     return command
@@ -158,12 +168,14 @@ def _listener(
     *,
     tokens: Path | None,
     token_file: Path | None,
+    identity: Path | None,
     insecure: bool,
     allowed_host: Sequence[str],
     ssl_certfile: Path | None,
     ssl_keyfile: Path | None,
     ssl_keyfile_password: str | None,
     ssl_ca_certs: Path | None,
+    ssl_cert_reqs: ClientCertificates,
     announce: Sequence[DirectoryAddress],
     announce_token_file: Path | None,
     advertise_url: str | None,
@@ -172,14 +184,18 @@ def _listener(
     tls = None
     if ssl_certfile is not None:
         tls = TlsFiles(
-            certfile=ssl_certfile, keyfile=ssl_keyfile, keyfile_password=ssl_keyfile_password, ca_certs=ssl_ca_certs
-        )
+            certfile=ssl_certfile, keyfile=ssl_keyfile, keyfile_password=ssl_keyfile_password, ca_certs=ssl_ca_certs,
+            cert_reqs=ssl_cert_reqs,
+        )  # fmt: skip
     elif ssl_keyfile is not None or ssl_ca_certs is not None:
         raise ConfigError("--ssl-keyfile and --ssl-ca-certs require --ssl-certfile, the server's certificate")
     sources = [] if tokens is None else [TokenFile.table(tokens)]
     if token_file is not None:
         sources.append(TokenFile.single(token_file))
-    authenticator = Authenticator(sources, host=host, allowed_hosts=allowed_host)
+    identities = None if identity is None else IdentityFile(identity)
+    if identities is not None and identities.config.certificate_rules and ssl_ca_certs is None:
+        raise ConfigError(f"[certificates] in {identity} requires --ssl-ca-certs, the CAs of the clients' certificates")
+    authenticator = Authenticator(sources, host=host, allowed_hosts=allowed_host, identities=identities)
     fleet = fleet_of(announce, announce_token_file, advertise_url, fleet_ca, tls)
     return Listener(host, port, insecure, authenticator, tls, fleet)
 

@@ -16,7 +16,7 @@ import httpx
 
 from teleloader_server.auth.tls import ClientTls, TlsFiles
 from teleloader_server.auth.token_file import read_text
-from teleloader_server.auth.tokens import TOKEN
+from teleloader_server.auth.tokens import SENT_TOKEN
 from teleloader_server.config import ConfigError
 from teleloader_server.fleet.announcer import TOKEN_VARIABLE, Announcer, Directory, FileDirectory, RegistryDirectory
 from teleloader_server.fleet.verification import is_loopback
@@ -221,6 +221,6 @@ def _token(path: Path | None) -> Secret | None:
             token, where = Secret(read_text(path).text.strip()), f"{path} (--announce-token-file)"
         except ConfigError as error:
             raise ValueError(str(error)) from None
-    if not TOKEN.fullmatch(token):
-        raise ValueError(f"invalid token in {where}: expected 16 to 512 letters, digits and -._~+/=")
+    if not SENT_TOKEN.fullmatch(token):
+        raise ValueError(f"invalid token in {where}: expected 16 to 16,384 letters, digits and -._~+/=")
     return token

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,11 +17,13 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import click
 import tomlkit
 
+from teleloader_server.auth.identity_file import IdentityFile, is_jwt
+from teleloader_server.auth.outcomes import Refusal
 from teleloader_server.auth.token_file import TOKENS_VARIABLE, read_text
 from teleloader_server.auth.tokens import (
     DEFAULT_SCOPES,
@@ -33,10 +37,12 @@ from teleloader_server.auth.tokens import (
 )
 from teleloader_server.config import ConfigError
 from teleloader_shared.command_line import CommandGroup, as_json
+from teleloader_shared.exit_codes import EXIT_FAILED
 from teleloader_shared.secret import Secret
 from teleloader_shared.text import did_you_mean
 
 MAX_DAYS: Final = 36_500
+MAX_TOKEN_BYTES: Final = 64 * 1024
 
 _PATH: Final = click.Path(path_type=Path, dir_okay=False)
 
@@ -195,6 +201,67 @@ def rotate(name: str, path: Path, days: float | None, out: Path | None) -> None:
     _report(f"token {name!r} replaced in {path}", made, out)
 
 
+@token.command()
+@click.option(
+    "--identity", "path", type=_PATH, required=True, envvar="TELELOADER_IDENTITY", show_envvar=True,
+    help="The server's identity file.",
+)  # fmt: skip
+@click.option(
+    "--token-file", "token_file", type=click.File("rb"), required=True, help="File with the JWT; - reads it from stdin."
+)
+@as_json
+def check(path: Path, token_file: BinaryIO, as_json: bool) -> None:
+    """Verify a JWT by the rules of an identity file.
+
+    Prints the principal and its permissions, or the reason why a server would refuse the token, and the claims. Fetches
+    the keys of all issuers. The exit code is 1 for a refused token.
+
+    \b
+      kubectl create token trainer --audience teleloader | \\
+          teleloader-server token check --identity identity.toml --token-file -
+    """  # noqa: D301 - the escapes are click's
+    token = Secret(token_file.read(MAX_TOKEN_BYTES).decode(errors="replace").strip())
+    if not is_jwt(token.encode()):
+        raise click.UsageError("the token is not a JWT: expected three parts in base64url, separated by dots")
+    try:
+        identities = IdentityFile(path)
+        identities.load_keys()
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    found = identities.of_token(token.encode())
+    record = {**_verdict(found), "claims": _claims_in(token)}
+    if as_json:
+        click.echo(json.dumps(record))
+    else:
+        for name, value in record.items():
+            click.echo(f"{name:<12}  {value if isinstance(value, str) else json.dumps(value)}")
+    if isinstance(found, Refusal):
+        sys.exit(EXIT_FAILED)
+
+
+def _verdict(found: Token | Refusal) -> dict[str, Any]:
+    """Return the result of ``check`` for a token."""
+    if isinstance(found, Refusal):
+        return {"refused": found.message, "principal": found.principal}
+    principal = found.principal
+    return {
+        "principal": principal.name,
+        "scopes": sorted(principal.scopes),
+        "memory_share": principal.memory_share,
+        "weight": principal.weight,
+        "expires": _time(found.expires),
+    }
+
+
+def _claims_in(token: str) -> Any:
+    """Return the claims of a JWT without verification; None if they cannot be decoded."""
+    payload = token.split(".")[1]
+    try:
+        return json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    except (ValueError, RecursionError):
+        return None
+
+
 def _generated() -> Secret:
     return Secret(f"tl_{secrets.token_urlsafe(32)}")
 
@@ -241,9 +308,13 @@ def _row(entry: Token) -> _Row:
     return _Row(
         entry.principal.name,
         sorted(entry.principal.scopes),
-        f"{datetime.fromtimestamp(entry.expires, UTC):%Y-%m-%dT%H:%M:%SZ}" if has_expiry else None,
+        _time(entry.expires) if has_expiry else None,
         entry.expires <= time.time(),
     )
+
+
+def _time(timestamp: float) -> str:
+    return f"{datetime.fromtimestamp(timestamp, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _expires(row: _Row) -> str:

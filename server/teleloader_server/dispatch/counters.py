@@ -46,6 +46,9 @@ MAX_TRACEBACK: Final = 4000
 MAX_SHOWN_INDICES: Final = 20
 MAX_KEPT_LIST: Final = 64 * 1024
 """Maximum size in bytes of an index list that is kept with a slow batch."""
+MAX_PRINCIPALS: Final = 1000
+"""Maximum number of principals with counters of their own: an issuer of JWTs may have any number of subjects."""
+OTHER_PRINCIPALS: Final = "(others)"
 MAX_KEPT_LOOPS: Final = 4096
 OVERTAKEN: Final = 2.0
 """Seconds after a report within which an older one is ignored: requests on several connections can overtake each other.
@@ -576,7 +579,7 @@ class PoolCounters:
         if known is None:
             self._loader(consumer.epoch[0], dataset)
             loop = self._metrics.loop(consumer, dataset)
-            principal, counters = self._metrics.principals[key[0]], self._metrics.datasets[dataset]
+            principal, counters = self._metrics.principal(key[0]), self._metrics.datasets[dataset]
             known = self._consumers[key] = ConsumerCounters(consumer, principal, counters, loop, time.monotonic())
         known.consumer = consumer  # it may have been forgotten meanwhile
         return known
@@ -634,7 +637,7 @@ class PoolCounters:
         cpu_wait = min(report.cpu_wait, total)
         counters.cpu_wait += cpu_wait
         counters.cpu += min(report.cpu, total - cpu_wait)
-        used = self._metrics.principals[principal]
+        used = self._metrics.principal(principal)
         used.busy += total
         used.cpu += report.cpu
         loader.batches += count
@@ -775,8 +778,8 @@ class Counters:
 
     def __init__(self) -> None:
         self.datasets: defaultdict[str, DatasetCounters] = defaultdict(lambda: DatasetCounters(time.monotonic()))
-        self.principals: defaultdict[str, PrincipalCounters] = defaultdict(PrincipalCounters)
-        """Counters by name of the principal, also of revoked tokens."""
+        self.principals: Final[dict[str, PrincipalCounters]] = {}
+        """Counters by name of the principal, also of revoked tokens; those beyond `MAX_PRINCIPALS` have one counter."""
         self.errors: Final = ErrorLog()
         self.timeline: Final = Timeline()
         self.worker_restarts = 0
@@ -789,6 +792,12 @@ class Counters:
         self._kept: list[LoopCounters] = []
         """Counters of recently active training loops, kept alive between two sessions: a session ends with its epoch.
         """
+
+    def principal(self, name: str) -> PrincipalCounters:
+        """Return the counters of a principal, creating them if necessary."""
+        if name not in self.principals and len(self.principals) >= MAX_PRINCIPALS:
+            name = OTHER_PRINCIPALS
+        return self.principals.setdefault(name, PrincipalCounters())
 
     def loop(self, consumer: Consumer, dataset: str) -> LoopCounters:
         """Return the counters of a consumer's training loop, creating them if necessary.

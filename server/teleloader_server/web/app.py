@@ -93,11 +93,12 @@ def create_app(
     )
     app.state.authenticator = authenticator or Authenticator()
     app.state.authenticator.on_change = service.tokens_changed
+    app.state.authenticator.on_expiry = service.grants.tokens_changed.set
     app.state.rate_limiter = RateLimiter(service.quotas, service.client_limits.max_requests_per_second)
     unauthenticated = AddressLimit(service.client_limits.max_unauthenticated_requests_per_second)
     authentication = {"authenticator": app.state.authenticator, "limit": unauthenticated}
     app.add_middleware(Authentication, **authentication)
-    service.is_shared = lambda: len(app.state.authenticator.tokens.entries) > 1
+    service.is_shared = lambda: app.state.authenticator.is_shared
     app.state.service = service
     app.state.collector = StatsCollector(service)
     app.state.http = HttpCounters()
@@ -233,6 +234,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting connections, and set the event `listening`."""
         await self.lifespan.startup()
+        self.authenticator.reload_if_changed()  # starts to fetch the keys of issuers
         config, loop = self.config, asyncio.get_running_loop()
         self._renewal = None if self._tls is None or config.ssl is None else Renewal(self._tls, config.ssl)
         self._state.certificate = self._renewal

@@ -31,6 +31,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from teleloader_server.auth.certificates import PEER_CERTIFICATE, PeerCertificate
 from teleloader_server.dispatch.quotas import Quota, quota_of
 from teleloader_server.problems import PROBLEM_CODE, HttpProblem
 from teleloader_server.web.guard_manager import CONNECTION_BYTES, FIELD_BYTES, REQUEST_BYTES, ConnectionManager
@@ -166,6 +167,9 @@ class Connection(asyncio.Protocol):
         self._uvicorn.connection_made(self._joining)
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if peer else ""
+        certificate = transport.get_extra_info("peercert")
+        if certificate:
+            self._state[PEER_CERTIFICATE] = PeerCertificate(certificate)
         reason = self._manager.admit(self)
         if reason is not None:
             self._refuse(HttpProblem(503, "ServerUnavailable", reason))
@@ -312,7 +316,7 @@ class Connection(asyncio.Protocol):
                 self._replace({b"connection": b"upgrade", b"upgrade": WEBSOCKET})
                 # `WebSocketConnection` takes over: the manager counts it in place of this connection
                 self._manager.leave(self)
-                self._state.clear()
+                del self._state[_KEY]  # the certificate stays: uvicorn passes the state to `WebSocketConnection`
                 return
             # the parser has treated the body as data of the other protocol
             self._replace({b"content-length": b"", b"transfer-encoding": b""})

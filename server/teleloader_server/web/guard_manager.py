@@ -82,9 +82,7 @@ class ConnectionManager:
         self.limits = limits
         self.http: Final = http or HttpCounters()
         """Counters of requests, refusals and closed connections."""
-        self.unfinished = BodyBudget(
-            limits.max_buffered_request_bytes // 4, lambda: len(authenticator.tokens.entries) > 1
-        )
+        self.unfinished = BodyBudget(limits.max_buffered_request_bytes // 4, lambda: authenticator.is_shared)
         """Memory budget of incompletely received WebSocket messages."""
         self._authenticator = authenticator
         self.draining = False

@@ -14,10 +14,11 @@ from teleloader_server.permissions import ANY, OPEN, Principal, needs
 from teleloader_server.problems import HttpProblem
 from teleloader_server.web.authentication import GuardedRoute, caller_of
 from teleloader_server.web.small_bodies import read_object
-from teleloader_shared.errors import Unauthorized
+from teleloader_shared.errors import AccessDenied
 
 SESSION_PATH: Final = "/session"
-MAX_SIGN_IN_BYTES: Final = 4096
+MAX_SIGN_IN_BYTES: Final = 24 * 1024
+"""Maximum size of the body: a JWT of 16 KiB, and its JSON object."""
 FAILED_SECONDS: Final = 0.5
 """Delay in seconds of the response to an invalid token, against guessing."""
 MAX_DELAYED: Final = 64
@@ -56,7 +57,7 @@ def _add_sessions(router: APIRouter) -> None:
         token = await _token_in(request)
         try:
             principal, cookie = _authenticator_of(request).sign_in(token, request.scope)
-        except Unauthorized as refusal:
+        except AccessDenied as refusal:
             _authenticator_of(request).count_rejection(refusal, request.scope)
             if state.delayed_sign_ins < MAX_DELAYED:
                 state.delayed_sign_ins += 1

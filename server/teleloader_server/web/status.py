@@ -62,14 +62,14 @@ class StatsStream(Response):
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         drained = asyncio.create_task(service.draining.wait())
 
-        def end(_: AccessDenied | None = None) -> None:
+        def end(_: AccessDenied | ServerUnavailable | None = None) -> None:
             if not ended.done():
                 ended.set_result(None)
 
         try:
             with service.grants.hold(caller, STATS, (None,), end), calling_on_disconnect(scope, end):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                with suppress(AccessDenied):  # a started response can only be truncated
+                with suppress(AccessDenied, ServerUnavailable):  # a started response can only be truncated
                     await self._send_events(send, {drained, ended})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:

@@ -116,7 +116,7 @@ class Conversation:
         except (TeleloaderError, HttpProblem) as error:
             await self._refuse(error)
 
-    def _deny(self, error: AccessDenied) -> None:
+    def _deny(self, error: AccessDenied | ServerUnavailable) -> None:
         if not self._denied.done():
             self._denied.set_exception(error)
 
