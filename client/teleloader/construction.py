@@ -32,6 +32,10 @@ class Construction:
         self._names = frozenset(vars(owner)) - self._before
         self._public = {name: value for name, value in vars(owner).items() if _is_public(name) and name in self._names}
 
+    def set_argument(self, name: str, value: object) -> None:
+        """Replace an argument that the constructor has chosen itself, so that copies make the same choice."""
+        self._arguments[name] = value
+
     def arguments(self, owner: object) -> dict[str, Any]:
         """Return the arguments by name, with the current values of the attributes of these names."""
         return {name: getattr(owner, name, value) for name, value in self._arguments.items()}

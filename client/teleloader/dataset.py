@@ -78,6 +78,9 @@ class RemoteDataset:
             ``"registry+http://a:8000,b:8000"`` (the servers that announced themselves to these servers). Directories
             are read every 0.5 s, and servers join and leave during training.
         name: Name of the dataset on the server. None (the default) selects the only dataset that the server hosts.
+        version: Version of the dataset. None (the default) selects the newest version that all servers have, or the
+            version of the state that `DataLoader.load_state_dict` restores. This object and its copies keep the version
+            when another one is published.
         token: Token that authenticates the client. None (the default) reads ``TELELOADER_TOKEN``, or the file that
             ``TELELOADER_TOKEN_FILE`` names. Prefer these variables: a token in a script ends up in its repository.
         ca: File (PEM) of the CA that signed the certificate of an ``https://`` server, or the PEM text itself. None
@@ -98,7 +101,8 @@ class RemoteDataset:
 
     Raises:
         ServerUnavailable: If no server responded within `reconnect_timeout`.
-        UnknownDataset: If a server hosts no dataset of that name; with ``name=None``, if it hosts none or several.
+        UnknownDataset: If a server hosts no dataset of that name; with ``name=None``, if it hosts none or several; if
+            no server has the version.
         DatasetChanged: If the servers host different data, or if only servers of another environment respond.
         Unauthorized: If a server requires a token, and no token or an invalid one was provided.
         Forbidden: If the token does not permit access to this dataset.
@@ -118,6 +122,7 @@ class RemoteDataset:
         url: str | Sequence[str] | Callable[[], Iterable[str]],
         name: str | None = None,
         *,
+        version: str | None = None,
         token: str | None = None,
         ca: str | None = None,
         cert: str | None = None,
@@ -141,7 +146,11 @@ class RemoteDataset:
         self._lengths: Lengths | None = None
         self._sample_pool: ConnectionPool | None = None
         """Connections for `__getitems__` to the server with which the samples' loader is registered; None without."""
+        self._given_version = version
+        self._is_used = False
+        """True once a loader was registered."""
         self._info = self._persistently(lambda: self._found(name))
+        self._keep_version()
         self._construction.end(self)
 
     @property
@@ -165,6 +174,33 @@ class RemoteDataset:
     def name(self) -> str:
         """Name of the dataset on the server."""
         return self._info.name
+
+    @property
+    def version(self) -> str:
+        """Version of the dataset, as in the server's configuration; "" by default."""
+        return self._info.version
+
+    def _keep_version(self) -> None:
+        """Make copies select the same version, if the operator distinguishes versions."""
+        if self._info.version:
+            self._construction.set_argument("version", self._info.version)
+
+    def select(self, fingerprint: str) -> bool:
+        """Select the version with a fingerprint, if no version was given and no loader has used another one.
+
+        Returns:
+            True if a server has such a version, which is selected now.
+        """
+        if self._given_version is not None or self._is_used or self.is_here:
+            return False
+        for server in self.servers.require():
+            with suppress(TeleloaderError):
+                found = server.dataset(self.name, fingerprint=fingerprint)
+                if found.kind == self._info.kind:
+                    self._info = found
+                    self._keep_version()
+                    return True
+        return False
 
     @property
     def cpus(self) -> int:
@@ -371,6 +407,7 @@ class RemoteDataset:
             DatasetChanged: If the servers host data with another fingerprint than that of `spec`.
             VersionMismatch: If the server uses another version of the protocol.
         """
+        self._is_used = True
         return self._persistently(lambda: self._register(spec, epoch))
 
     def _register(self, spec: LoaderSpec, epoch: int) -> tuple[BatchServer, Registration]:
@@ -422,7 +459,10 @@ class RemoteDataset:
         servers = nearest(self.servers.require(), name or "")
         # a directory may list servers of other users, whose errors must not stop the client
         tolerated = (TeleloaderError,) if self.servers.is_dynamic else (ServerUnavailable, ProtocolError)
-        responses = _concurrently(partial(_info_at, name=name, tolerated=tolerated), servers)
+        version = self._given_version
+        if version is not None:
+            tolerated = (*tolerated, UnknownDataset)  # other servers may have it
+        responses = _concurrently(partial(_info_at, name=name, version=version, tolerated=tolerated), servers)
         for server, response in zip(servers, responses, strict=True):
             if isinstance(response, TeleloaderError):
                 if server.last_error is None:
@@ -435,7 +475,8 @@ class RemoteDataset:
                 hosted.append((server, response))
         if not hosted:
             raise _final(missing, news)
-        if len({info.fingerprint for _, info in hosted}) > 1:
+        common = _newest_common([info for _, info in hosted])
+        if common is None:
             each = "; ".join(
                 f"{server.url} has {info.name!r} with length {info.length}, version {info.version!r}, fingerprint "
                 f"{info.fingerprint}"
@@ -449,11 +490,12 @@ class RemoteDataset:
             missing.append(changed)
         for error in missing:
             logger.warning("%s; using the other servers, and retrying this one periodically", error)
-        fingerprint = _most_common(info.fingerprint for _, info in hosted)
-        usable = [info for _, info in hosted if info.fingerprint == fingerprint]
+        fingerprint = common or _most_common(info.fingerprint for _, info in hosted)
+        usable = [info for _, info in hosted if fingerprint in (info.fingerprint, *(info.available or ()))]
         if not self._allow_mixed_environments:
             self.environment = self.environment or _most_common(info.environment for info in usable)
-        return usable[0]
+        chosen = next((info for info in usable if info.fingerprint == fingerprint), None)
+        return chosen or hosted[0][0].dataset(usable[0].name, fingerprint=fingerprint)
 
     def _persistently(self, request: Callable[[], _Result]) -> _Result:
         """Call `request`; retry for `reconnect_timeout` while no server responds, for example during a restart."""
@@ -489,6 +531,16 @@ def _most_common(values: Iterable[_Value]) -> _Value:
     return max(counts, key=lambda value: (counts[value], str(value)))
 
 
+def _newest_common(infos: Sequence[DatasetInfo]) -> str | None:
+    """Return the fingerprint of the newest version that all servers have; None if they have no version in common.
+
+    Servers may have different newest versions while an operator publishes on one after the other.
+    """
+    offers = [info.available or [info.fingerprint] for info in infos]
+    common = set(offers[0]).intersection(*offers[1:])
+    return min(common, key=lambda each: (sum(offer.index(each) for offer in offers), each), default=None)
+
+
 class _SomeUnavailable(ServerUnavailable):
     """A server is unavailable, and others refused the request.
 
@@ -521,11 +573,12 @@ def _final(errors: list[TeleloaderError], news: list[TeleloaderError]) -> Telelo
 
 
 def _info_at(
-    server: Server, name: str | None, tolerated: tuple[type[TeleloaderError], ...]
+    server: Server, name: str | None, version: str | None, tolerated: tuple[type[TeleloaderError], ...]
 ) -> DatasetInfo | TeleloaderError:
     """Return the description of the dataset on a server, or the error if it is of a tolerated type."""
     try:
-        return _select(server, name, server.datasets())
+        info = _select(server, name, server.datasets())
+        return info if version in (None, info.version) else server.dataset(info.name, version)
     except tolerated as error:
         return error
 

@@ -33,6 +33,7 @@ from teleloader.arguments import (
 )
 from teleloader.balance import LengthBalance
 from teleloader.construction import Construction
+from teleloader.dataset import RemoteDataset
 from teleloader.fetch.channel import Channel
 from teleloader.fetch.direct import DirectDataset
 from teleloader.fetch.iteration import AsyncLoaderIterator, LoaderIterator, Progress
@@ -733,13 +734,19 @@ class DataLoader(Generic[Batch]):
         In seeded order, with `prefetch_next_epoch`, prefetching starts immediately, for the current rank. With `device`
         or `pin_memory`, this requires that the process already uses the accelerator.
 
+        If the state belongs to another version of the dataset than the newest one, the `RemoteDataset` selects this
+        version, unless its argument `version` was given, or another loader uses it.
+
         Args:
             state_dict: A state that `state_dict` returned, in this or another process.
 
         Raises:
             StateMismatch: If the state belongs to another dataset, seed or order, or its position is not at the start
-                of a global batch of this loader.
+                of a global batch of this loader; if no server has its version of the dataset.
         """
+        saved = state_dict.get("dataset") if isinstance(state_dict, dict) else None
+        if isinstance(saved, str) and isinstance(self._remote, RemoteDataset) and saved != self.spec.fingerprint:
+            self._remote.select(saved)
         order, spec = self._order, self.spec
         position, generators = state.load(
             state_dict, self._identity(order, spec), order.global_batch_size(spec), _unit(spec), order.algorithms(spec)

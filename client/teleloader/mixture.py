@@ -115,6 +115,7 @@ class RemoteMixture(RemoteDataset):
         )
         self._info = self.info
         self._lengths = None
+        self._is_used = False
 
     @property
     def info(self) -> DatasetInfo:
@@ -125,6 +126,10 @@ class RemoteMixture(RemoteDataset):
     def name(self) -> str:
         """Name of the first source, under which loaders are registered."""
         return self._sources[0].name
+
+    def select(self, fingerprint: str) -> bool:
+        """Return False: the versions of the sources are selected when they are created."""
+        return False
 
     def __repr__(self) -> str:
         return f"RemoteMixture({list(self._sources)!r})"

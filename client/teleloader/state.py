@@ -116,9 +116,10 @@ def load(
         if state.get(name) != value:
             saved = state.get(name)
             shown = repr(saved) if isinstance(saved, str) and len(saved) <= _MAX_SHOWN else short(saved)
+            version = " (publish that version of the dataset again)" if name == "dataset" else ""
             raise StateMismatch(
                 f"the state was saved with {name} = {shown}, but this loader has {value!r}: resume "
-                "with the arguments and the data of the loader that saved the state, or start a new run"
+                f"with the arguments and the data of the loader that saved the state{version}, or start a new run"
             )
     algorithms.check_state(state.get("algorithms", {}), used)
     epoch, batch = _epoch_and_batch(state, global_batch_size, unit)

@@ -140,9 +140,9 @@ class _InProcessServer(BatchServer):
         functions = list(self._fake._functions)
         return [replace(loader.info, functions=functions) for loader in self._fake._datasets.values()]
 
-    def dataset(self, name: str) -> DatasetInfo:
+    def dataset(self, name: str, version: str | None = None, fingerprint: str | None = None) -> DatasetInfo:
         for info in self.datasets():
-            if info.name == name:
+            if info.name == name and version in (None, info.version) and fingerprint in (None, info.fingerprint):
                 return info
         raise UnknownDataset(f"unknown dataset {name!r}: {self.url} hosts {', '.join(map(repr, self._fake._datasets))}")
 

@@ -20,6 +20,7 @@ from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 
 MAX_DEFAULT_MEMORY_BUDGET: Final = 2 * 2**30
 DEFAULT_BATCH_TIMEOUT: Final = 600.0
+DEFAULT_RETIRE_AFTER: Final = 3600.0
 _LEAST: Final = {"max_header_bytes": 1024, "max_headers": 32, "max_unauthenticated_bytes": 2**20}
 """Minimum values of limits: with smaller ones the server would reject the requests of its own clients."""
 
@@ -50,6 +51,8 @@ class Limits:
     max_replay: int = 0
     """Maximum number of batches that a worker iterates again to restore its shard of an iterable-style dataset without
     a state; beyond it, the shard fails. 0 for no limit."""
+    retire_after: float = DEFAULT_RETIRE_AFTER
+    """Time in seconds without a request after which a version of a dataset that is not the newest one is retired."""
     debug: bool = False
     """True to permit loading batches in the server process itself, which blocks all other requests meanwhile."""
 
@@ -71,9 +74,10 @@ class Limits:
         for name in ("max_batches_per_worker", "max_worker_memory", "max_replay"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
-        timeout = self.batch_timeout
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 <= timeout < math.inf:
-            raise ConfigError(f"batch_timeout must be a number of seconds, at least 0, got {timeout!r}")
+        for name in ("batch_timeout", "retire_after"):
+            seconds = getattr(self, name)
+            if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+                raise ConfigError(f"{name} must be a number of seconds, at least 0, got {seconds!r}")
 
     def divided(self, count: int) -> list[Limits]:
         """Divide the workers and the memory budget among several servers; the first servers have the odd workers.

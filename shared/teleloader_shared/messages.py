@@ -45,6 +45,7 @@ LOADERS_PATH: Final = "/v1/loaders"
 SERVERS_PATH: Final = "/v1/servers"
 DRAIN_PATH: Final = "/v1/drain"
 WORKERS_PATH: Final = "/v1/workers"
+VERSIONS_PATH: Final = "/v1/versions"
 ERRORS_PATH: Final = "/v1/errors"
 SLOW_SAMPLES_PATH: Final = "/v1/slow-samples"
 TIMELINE_PATH: Final = "/v1/timeline"
@@ -267,6 +268,23 @@ class DatasetInfo:
     """Length of the longest sample; None without lengths."""
     longest_sample: int | None = None
     """Index of the longest sample; None without lengths."""
+    available: list[str] | None = None
+    """Fingerprints of all versions that loaders can use, newest first; None if there is only this one."""
+
+
+Change = Literal["added", "restored", "unchanged"]
+"""Effect of a publication on a dataset: its workers were started, a previous version is the newest one again, or the
+newest version has this configuration already."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    """Version of a dataset in the response to a publication (``POST /v1/versions``)."""
+
+    dataset: str
+    version: str
+    fingerprint: str
+    change: Change
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,8 @@ class ServerStats:
     Includes slots that a client gave back and still has open. Evicted batches that are lent are not part of
     `memory_used`.
     """
+    publication_error: str | None = None
+    """Last 4,000 characters of the error of the last publication (``POST /v1/versions``); None if it succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,8 @@ class WorkerStats:
     pid: int | None
     """None while the process is being replaced."""
     loader: str | None
-    """Key of the loader that the worker is private to; None for workers of the shared pool."""
+    """Key of the loader that the worker is private to; ``revision N`` for the shared workers of versions that were
+    published while the server runs; None for workers of the first shared pool."""
     state: Literal["starting", "idle", "busy"]
     current_task: str | None
     """Batch that is being computed, e.g. ``batch 12 of epoch 0 of train``; None if the worker is not busy. While the
@@ -190,8 +193,25 @@ class WorkerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionStats:
+    """Version of a dataset that loaders can use."""
+
+    version: str
+    """Version as in the server's configuration."""
+    fingerprint: str
+    revision: int
+    """Number of the publication that added the version, from 1; its workers have the pool ``revision N``."""
+    newest: bool
+    """True if new runs get this version; another one is retired when it has been idle for ``--retire-after``."""
+    loaders: int
+    """Registered loaders that use this version."""
+    idle: float
+    """Time since the latest registration or request of a loader."""
+
+
+@dataclass(frozen=True, slots=True)
 class DatasetStats:
-    """Statistics of one dataset, over all its loaders."""
+    """Statistics of one dataset, over all its loaders and versions."""
 
     dataset: str
     kind: Literal["map", "iterable"]
@@ -239,6 +259,8 @@ class DatasetStats:
     With packed sequences, their total size."""
     padding_fraction: float | None = None
     """Fraction of padding in computed batches, 1 - tokens / tokens_padded; None without lengths."""
+    versions: list[VersionStats] = field(default_factory=list)
+    """Available versions, newest first; empty for dataset objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +346,8 @@ class ConsumerStats:
     """Name of the training run (``DataLoader(name=)``, by default the script's file name); None if unknown."""
     finished: bool | None = None
     """True if the training loop has consumed the whole epoch; None if the client does not report its position."""
+    version: str | None = None
+    """Version of the dataset; None for a mixture, and for dataset objects."""
 
 
 @dataclass(frozen=True, slots=True)

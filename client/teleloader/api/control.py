@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 import numpy as np
@@ -27,7 +27,7 @@ from teleloader.tensors.output import choose_output
 from teleloader_shared import codec, local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES, BatchId, Frame
 from teleloader_shared.directory import MAX_PORT, port_of
-from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, TlsError
+from teleloader_shared.errors import ProtocolError, ServerUnavailable, TeleloaderError, TlsError, UnknownDataset
 from teleloader_shared.messages import (
     CONSUMER_HEADER,
     DATASETS_PATH,
@@ -37,8 +37,10 @@ from teleloader_shared.messages import (
     REPORT_HEADER,
     SERVERS_PATH,
     STATS_PATH,
+    VERSIONS_PATH,
     ConsumerReport,
     DatasetInfo,
+    PublishedVersion,
     Registration,
     batches_path,
     check_protocol,
@@ -48,7 +50,7 @@ from teleloader_shared.messages import (
     timings_path,
 )
 from teleloader_shared.spec import LoaderSpec
-from teleloader_shared.text import excerpt, sentence, short
+from teleloader_shared.text import excerpt, printable, sentence, short
 
 MAX_JSON_BYTES: Final = 4 * 2**20
 """Maximum size of the responses of ``/v1/datasets`` and ``/stats``."""
@@ -172,13 +174,29 @@ class Server:
         return [record(DatasetInfo, fields, self.url) for fields in datasets]
 
     @confirmed
-    def dataset(self, name: str) -> DatasetInfo:
-        """Fetch the description of one dataset.
+    def dataset(self, name: str, version: str | None = None, fingerprint: str | None = None) -> DatasetInfo:
+        """Fetch the description of one dataset: by default of its newest version.
+
+        Args:
+            name: Name of the dataset.
+            version: Version of the dataset; None for any.
+            fingerprint: Fingerprint of the version; None for any.
 
         Raises:
-            UnknownDataset: If the server hosts no dataset of that name.
+            UnknownDataset: If the server hosts no dataset of that name, or not this version.
         """
-        return record(DatasetInfo, self._request("GET", f"{DATASETS_PATH}/{quote(name, safe='')}"), self.url)
+        wanted = {"version": version, "fingerprint": fingerprint}
+        query = urlencode({name: value for name, value in wanted.items() if value is not None})
+        path = f"{DATASETS_PATH}/{quote(name, safe='')}{'?' if query else ''}{query}"
+        info = record(DatasetInfo, self._request("GET", path), self.url)
+        # servers of earlier releases ignore the query
+        if version not in (None, info.version) or fingerprint not in (None, info.fingerprint):
+            what = f"version {version!r}" if fingerprint is None else f"fingerprint {fingerprint}"
+            raise UnknownDataset(
+                f"dataset {name!r} has no {what}: {self.url} hosts version {info.version!r} (fingerprint "
+                f"{info.fingerprint})"
+            )
+        return info
 
     @confirmed
     def servers(self) -> list[Any]:
@@ -338,6 +356,34 @@ class Server:
         """
         return self._request("GET", path, limit=limit)
 
+    def publish(self) -> list[PublishedVersion]:
+        """Request that the server publishes the current content of its configuration file; wait until it has done so.
+
+        Raises:
+            ServerUnavailable: If the server does not respond.
+            TeleloaderError: If the server cannot publish the configuration; the message has the traceback.
+        """
+        response = self._response("POST", VERSIONS_PATH, timeout=None)
+        if response.status == httpx.codes.CONFLICT:
+            raise TeleloaderError(f"{self.url}: {printable(_json_object(response.body).get('detail', ''))}")
+        if response.status != httpx.codes.OK:
+            raise error_of(response.status, response.body, self.url, VERSIONS_PATH)
+        found = _json_object(response.body).get("versions", ())
+        return [record(PublishedVersion, fields, self.url) for fields in found]
+
+    def retire(self, name: str, version: str) -> int:
+        """Request that the server retires a version of a dataset; return the number of loaders that used it.
+
+        Raises:
+            ServerUnavailable: If the server does not respond.
+            UnknownDataset: If the server does not have this version.
+            InvalidSpec: If it is the newest version of the dataset.
+        """
+        path = f"{VERSIONS_PATH}/{quote(name, safe='')}?{urlencode({'version': version})}"
+        response = self._request("DELETE", path)
+        count = response.get("loaders") if isinstance(response, dict) else None
+        return count if isinstance(count, int) else 0
+
     def is_alive(self) -> bool:
         """Send a health check; return False if the server does not respond, or a proxy responds with a 5xx status."""
         if local.is_served_in_process(self.url):
@@ -471,6 +517,15 @@ class Server:
         if is_reached:
             return ServerUnavailable(f"{self.url} accepted the connection, but did not respond: {why}")
         return Unreached(f"cannot connect to {self.url}: {why}")
+
+
+def _json_object(body: bytearray) -> dict[str, Any]:
+    """Return the JSON object in a body; {} for any other body."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _parsed(url: object) -> httpx.URL:

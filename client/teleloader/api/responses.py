@@ -13,7 +13,7 @@ import httpx
 
 from teleloader.errors import known_error
 from teleloader_shared.errors import AccessDenied, ProtocolError, ServerUnavailable, TeleloaderError, WorkerDied
-from teleloader_shared.messages import DatasetInfo, Registration
+from teleloader_shared.messages import DatasetInfo, PublishedVersion, Registration
 from teleloader_shared.spec import MAX_EPOCH
 from teleloader_shared.text import excerpt, sentence, short
 
@@ -23,7 +23,7 @@ MAX_LISTED: Final = 4096
 """Maximum length of a list in a record."""
 MAX_RETRY_DIGITS: Final = 10
 
-_Record = TypeVar("_Record", DatasetInfo, Registration)
+_Record = TypeVar("_Record", DatasetInfo, PublishedVersion, Registration)
 
 TRANSIENT: Final = frozenset(
     {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS, httpx.codes.NOT_FOUND}

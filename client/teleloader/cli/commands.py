@@ -193,6 +193,54 @@ def datasets(url: str | list[str], sort: str | None, reverse: bool, as_json: boo
 
 @teleloader.command()
 @options.url
+@as_json
+@options.trust_directory
+@options.access
+def versions(url: str | list[str], as_json: bool, trust_directory: bool) -> None:
+    """List the versions of the datasets on a server or on several servers.
+
+    For each version: fingerprint, loaders that use it, and time since its last use. New runs get the newest version. A
+    previous one is retired when no loader has used it for a while (--retire-after of the server).
+    """
+    versioning.show(statistics.Source(url, 1, trust_directory=trust_directory), as_json=as_json)
+
+
+@teleloader.command()
+@options.url
+@as_json
+@options.trust_directory
+@options.access
+def publish(url: str | list[str], as_json: bool, trust_directory: bool) -> None:
+    """Publish new versions of datasets while the server runs; requires scope admin.
+
+    The server reads its configuration file (--config) again. Workers of each dataset whose version changed start in a
+    new process, which imports the code again, and new runs get the new version. Running epochs, later epochs of the
+    same loaders and saved states continue with their version.
+
+    To roll back, restore the previous configuration file and run the command again.
+
+    Several servers publish one after the other. The exit code is 1 if a server cannot publish: it and the following
+    servers keep their versions.
+    """
+    versioning.publish(statistics.Source(url, 1, trust_directory=trust_directory), as_json=as_json)
+
+
+@teleloader.command()
+@options.url
+@click.argument("dataset")
+@click.argument("version")
+@options.trust_directory
+@options.access
+def retire(url: str | list[str], dataset: str, version: str, trust_directory: bool) -> None:
+    """Retire a previous version of a dataset, although loaders may use it; requires scope admin.
+
+    Training loops that use the version raise DatasetChanged.
+    """
+    versioning.retire(statistics.Source(url, 1, trust_directory=trust_directory), dataset, version)
+
+
+@teleloader.command()
+@options.url
 @options.sort("busy", "memory")
 @options.reverse
 @as_json

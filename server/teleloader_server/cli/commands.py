@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
@@ -40,11 +41,13 @@ from teleloader_server.config import (
     DatasetConfig,
     read_toml,
 )
+from teleloader_server.dispatch.publishing import ConfigSource
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.fleet.supervisor import STOP_SIGNAL
 from teleloader_server.limits import (
     DEFAULT_BATCH_TIMEOUT,
     DEFAULT_LIMITS,
+    DEFAULT_RETIRE_AFTER,
     ClientLimits,
     Limits,
     default_memory_budget,
@@ -53,7 +56,7 @@ from teleloader_server.limits import (
 from teleloader_server.web.app import Server, url_of
 from teleloader_server.web.guard_manager import raise_file_limit
 from teleloader_server.workers.factory import ConfiguredPools
-from teleloader_server.workers.isolation import ServerProcess
+from teleloader_server.workers.isolation import Isolation, ServerProcess
 from teleloader_server.workers.procfs import shortage
 from teleloader_server.workers.shared import SharedForkServer
 from teleloader_shared.command_line import CONTEXT, as_json, version_option
@@ -216,6 +219,27 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
     return configs
 
 
+def _read_again(path: Path, named: Sequence[str], *, demo: bool) -> list[DatasetConfig]:
+    """Return the datasets of the command line and of the current content of the configuration file.
+
+    Raises:
+        ConfigError: If the file is invalid.
+    """
+    _, _, from_file = read_toml(path)
+    configs = [*from_file, *map(DatasetConfig.parse, named), *(DEMO if demo else ())]
+    names = [config.name for config in configs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"duplicate dataset name {name!r}: rename one dataset in {path}")
+    return configs
+
+
+def _pools_of_revision(
+    limits: Limits, isolation: Isolation, configs: Sequence[DatasetConfig], num_workers: int
+) -> ConfiguredPools:
+    return ConfiguredPools(configs, replace(limits, num_workers=num_workers), isolation, is_reloaded=True)
+
+
 _CONTEXT: Final = {**CONTEXT, "auto_envvar_prefix": "TELELOADER"}
 
 
@@ -262,6 +286,10 @@ _CONTEXT: Final = {**CONTEXT, "auto_envvar_prefix": "TELELOADER"}
     "--max-worker-memory", default=0, show_default="never", type=Size(),
     help="Replace a worker when its resident memory, including shared pages, exceeds this size. A shard of an "
     "iterable-style dataset with a shuffle buffer fails instead.",
+)  # fmt: skip
+@click.option(
+    "--retire-after", default=DEFAULT_RETIRE_AFTER, show_default=True, type=click.FloatRange(0),
+    help="Retire a version of a dataset after this time in seconds without a request, if it is not the newest version.",
 )  # fmt: skip
 @click.option(
     "--limit", "limits", multiple=True, type=Limit(), metavar="NAME=VALUE",
@@ -360,14 +388,15 @@ def server(
         listener = _listener(host, port, **options)
         isolation.check(ServerProcess.current(), [*secrets, *([] if audit_log is None else [audit_log])])
 
+    read = None if config is None else partial(_read_again, config.path, datasets, demo=demo)
     if servers == 1:
         pools = ConfiguredPools(configs, worker_limits, isolation)
-        sys.exit(_run(pools, worker_limits, client_limits, listener, shutdown_grace, audit_log))
+        sys.exit(_run(pools, worker_limits, client_limits, listener, shutdown_grace, audit_log, read))
     forkserver = SharedForkServer(configs, isolation)
 
     def run(limits: Limits, listener: Listener, listens: Callable[[], object]) -> int:
         pools = ConfiguredPools(configs, limits, isolation, forkserver.split)
-        return _run(pools, limits, client_limits, listener, shutdown_grace, audit_log, listens)
+        return _run(pools, limits, client_limits, listener, shutdown_grace, audit_log, read, listens)
 
     try:
         sys.exit(run_several(servers, worker_limits, listener, shutdown_grace, forkserver, run))
@@ -454,6 +483,7 @@ def _run(
     listener: Listener,
     grace: float,
     audit_log: Path | None,
+    read: Callable[[], Sequence[DatasetConfig]] | None,
     listens: Callable[[], object] | None = None,
 ) -> int:
     """Run a server until it is stopped, and return the exit code.
@@ -465,11 +495,12 @@ def _run(
         listener: Settings of the listening socket.
         grace: Seconds to complete pending requests.
         audit_log: File of the audit log; None for none.
+        read: Function that reads the datasets of the configuration file again; None without a file.
         listens: Function to call when the server listens; None to print the banner.
     """
     try:
         with audit.written_to(audit_log), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(pools, limits, client_limits, listener, grace, listens))
+            runner.run(_serve(pools, limits, client_limits, listener, grace, read, listens))
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
@@ -482,6 +513,7 @@ async def _serve(
     client_limits: ClientLimits,
     listener: Listener,
     grace: float,
+    read: Callable[[], Sequence[DatasetConfig]] | None,
     listens: Callable[[], object] | None,
 ) -> None:
     host, port = listener.host, listener.port
@@ -490,6 +522,8 @@ async def _serve(
         listener.check_protection(listening)
     service = LoaderService(pools, limits, client_limits)
     service.ports = None if listener.ports is None else list(listener.ports)
+    if read is not None and limits.num_workers:  # without workers, this process has imported the previous code
+        service.publisher.source = ConfigSource(read, partial(_pools_of_revision, limits, pools.isolation))
     raise_file_limit()
     web = Server(service, host, port, grace, listener.authenticator, listener.tls, listener.fleet.client_tls)
     url = advertised_url(listener.fleet, url_of(listening, web.scheme), listening.getsockname()[0])

@@ -74,6 +74,13 @@ class EngineSource:
     setting: str
     """Setting for the number of workers as shown to users, such as ``--num-workers {}``; ``{}`` stands for the number.
     """
+    revision: int = 1
+    """Number of the revision whose datasets the workers have (`versions`)."""
+
+    @property
+    def pool(self) -> str | None:
+        """Name of the pool in statistics: the key of the loader, or ``revision N``; None for the first shared pool."""
+        return self.session or (f"revision {self.revision}" if self.revision > 1 else None)
 
 
 @dataclass(slots=True)

@@ -181,6 +181,12 @@ class Engine:
         for stream in self._streams:
             stream.interrupt(error)
 
+    def end_loader(self, key: str, error: TeleloaderError) -> None:
+        """Raise an error in all open requests of a loader."""
+        for stream in self._streams:
+            if stream.consumer.loader.key == key:
+                stream.end(error)
+
     async def close(self) -> None:
         """Stop all workers, and raise an error in all waiting requests."""
         self._end = UnknownLoader("the session has ended: register the loader again")
@@ -295,7 +301,7 @@ class Engine:
         stream = self._stream_for(tasks[-1].batch_id) if report.failed else None
         with nullcontext() if stream is None else request_ids.on_behalf_of(stream.request_id):
             self._count(worker, tasks, frames, report)
-        self.tally.timeline.add_computed(time.monotonic(), self.source.session, worker, tasks, report)
+        self.tally.timeline.add_computed(time.monotonic(), self.source.pool, worker, tasks, report)
         now, last = time.time_ns(), len(tasks) - 1
         batches = [self._dispatcher.store.batch(task.batch_id) for task in tasks] if report.substituted else []
         for place, (task, raw, *stages) in enumerate(zip(tasks, frames, *report.stages, strict=True)):

@@ -16,10 +16,12 @@ from teleloader_server.dispatch.engine import BatchStream, Engine
 from teleloader_server.dispatch.error_log import batch_preview, sample_preview
 from teleloader_server.dispatch.grants import Grants
 from teleloader_server.dispatch.lending import Lender
+from teleloader_server.dispatch.publishing import Publisher
 from teleloader_server.dispatch.quotas import BodyBudget, Memory, Quota, Quotas
 from teleloader_server.dispatch.records import Loader, RangeRequest
 from teleloader_server.dispatch.sessions import Engines
 from teleloader_server.dispatch.stragglers import SlowFetches, SlowSamples, SlowTables
+from teleloader_server.dispatch.versions import Version, VersionTable
 from teleloader_server.limits import DEFAULT_LIMITS, ClientLimits, Limits
 from teleloader_server.loading.environment import environment
 from teleloader_server.loading.index_lists import Rules
@@ -58,6 +60,8 @@ class _Known(NamedTuple):
     """Quota of the principal that registered the loader."""
     held: ExitStack
     """Context manager stack that releases the resources counted in the quota."""
+    versions: list[Version]
+    """Versions of the loader's datasets; empty for dataset objects, which have one version."""
 
 
 class LoaderService:
@@ -80,6 +84,9 @@ class LoaderService:
         self.counters = Counters()
         """Counters of all engines, for the statistics."""
         self.engines: Final = Engines(host, Memory(limits.memory_budget), self.counters, client_limits)
+        self.versions: Final = VersionTable()
+        """Versions of configured datasets; empty for dataset objects."""
+        self.publisher: Final = Publisher(self.engines, self.versions, self._end_loaders)
         self.connections: Callable[[], int] = lambda: 0
         """Function that returns the number of open connections; set by the web server."""
         self.is_shared: Callable[[], bool] = lambda: False
@@ -107,6 +114,7 @@ class LoaderService:
         """
         if self._host.infos() is None:
             await self.engines.shared()
+            self.versions.add(1, self.engines.revisions[1].infos, self._host.configs, time.monotonic())
         self._background_tasks = [asyncio.create_task(task) for task in (self._run_housekeeping(), self.grants.run())]
 
     def give_up(self, error: TeleloaderError) -> None:
@@ -116,6 +124,7 @@ class LoaderService:
 
     async def close(self) -> None:
         """Stop the background tasks and all workers."""
+        self.publisher.close()
         for task in self._background_tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -129,9 +138,9 @@ class LoaderService:
 
     @property
     def datasets(self) -> dict[str, DatasetInfo]:
-        """Hosted datasets by name."""
+        """Hosted datasets by name, in their newest versions."""
         infos = self._host.infos()
-        return self.engines.infos if infos is None else {info.name: info for info in infos}
+        return self.versions.datasets if infos is None else {info.name: info for info in infos}
 
     def resize(self, num_workers: int) -> None:
         """Change the number of shared workers; the private workers of sessions stay as they are.
@@ -185,9 +194,13 @@ class LoaderService:
         infos = [self.dataset(caller, name) for name in spec.datasets]
         if spec.in_process:  # loading then blocks all other clients
             caller.authorize(ADMIN)
-        if spec.session is None:
+        versions = self.versions.of_loader(spec.datasets, spec.fingerprint) if self._host.configs else []
+        if versions:
+            infos = [version.info for version in versions]
+        elif spec.session is None:
             await self.engines.shared()
-            infos = [self.engines.infos[info.name] for info in infos]
+            described = self.engines.revisions[1].infos
+            infos = [described[info.name] for info in infos]
         info = _described_as_one(spec, infos)
         if spec.fingerprint is not None and spec.fingerprint != info.fingerprint:
             raise DatasetChanged(
@@ -198,7 +211,7 @@ class LoaderService:
         spec = replace(spec, fingerprint=info.fingerprint)
         key = spec.key
         if key not in self._loaders:
-            await self._add_loader(key, spec, info, caller)
+            await self._add_loader(key, spec, info, caller, versions)
         return self.registration(key, caller, epoch)
 
     def registration(self, key: str, caller: Caller, epoch: int | None = None) -> Registration:
@@ -231,7 +244,9 @@ class LoaderService:
             replayed=_replayed(engine),
         )
 
-    async def _add_loader(self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller) -> None:
+    async def _add_loader(
+        self, key: str, spec: LoaderSpec, info: DatasetInfo, caller: Caller, versions: list[Version]
+    ) -> None:
         _check_kind(spec, info)
         quota = self.quotas.of(_authorize(caller, spec))
         batches = MAX_EPOCH
@@ -243,16 +258,20 @@ class LoaderService:
         self._make_room(quota, spec.memory)
         with ExitStack() as held:
             held.enter_context(self._specs.hold(quota.name, spec.memory))
-            engine = await self.engines.of(key, spec, info, quota)
+            revision = versions[0].revision if versions else 1
+            engine = await self.engines.of(key, spec, info, quota, revision)
+            if any(version.is_retired for version in versions):
+                await self.engines.end_session(key)
+                raise DatasetChanged(f"{versions[0]} was retired while the workers started: register the loader again")
             if key not in self._loaders:  # not registered concurrently
                 length = 0 if info.kind == "iterable" else info.length or 0
-                kind = self._host.index_kind(spec.dataset)
+                kind = self.engines.revisions[revision].host.index_kind(spec.dataset)
                 # lengths are loaded without the samples
                 slow = SlowSamples() if spec.batch_of == "lengths" else self._slow_tables.of(spec)
                 loader = Loader(key, spec, length, batches, kind, slow=slow)
                 quota.loaders.add(key)
                 held.callback(quota.loaders.remove, key)
-                self._loaders[key] = _Known(loader, engine, info.length, quota, held.pop_all())
+                self._loaders[key] = _Known(loader, engine, info.length, quota, held.pop_all(), versions)
 
     def _make_room(self, quota: Quota, nbytes: int) -> None:
         """Remove idle loaders of a principal until another loader with a spec of `nbytes` meets the limits.
@@ -288,6 +307,35 @@ class LoaderService:
             self._drop_loader(key)
         await self.engines.end_session(key)
 
+    async def _end_loaders(self, version: Version, error: DatasetChanged) -> int:
+        """End the requests and sessions of a version's loaders; return the number of loaders."""
+        keys = [key for key, known in self._loaders.items() if version in known.versions]
+        for key in keys:
+            known = self._loaders[key]
+            self._drop_loader(key)
+            known.engine.end_loader(key, error)
+        for key in keys:
+            await self.engines.end_session(key)
+        return len(keys)
+
+    def _mark_used(self) -> None:
+        """Mark the versions of loaders with open requests as used."""
+        now = time.monotonic()
+        for engine in self.engines.started():
+            for consumer in engine.consumers():
+                known = self._loaders.get(consumer.epoch[0]) if consumer.requests else None
+                for version in () if known is None else known.versions:
+                    version.last_used = now
+
+    def loaders_of(self, version: Version) -> int:
+        """Return the number of registered loaders of a version."""
+        return sum(version in known.versions for known in self._loaders.values())
+
+    def version_of(self, loader: Loader) -> str | None:
+        """Return the version of a loader's dataset; None for a mixture, and if it is unknown."""
+        known = self._loaders.get(loader.key)
+        return known.versions[0].info.version if known is not None and len(known.versions) == 1 else None
+
     def _forget_some_loaders(self, quota: Quota) -> int:
         """Remove some of a principal's loaders that are not in use, least recently used first.
 
@@ -316,27 +364,40 @@ class LoaderService:
         scopes = caller.authorize(READ).scopes
         return [self._described(info) for info in self.datasets.values() if allows(scopes, READ, info.name)]
 
-    def dataset(self, caller: Caller, name: str) -> DatasetInfo:
-        """Return the description of a hosted dataset.
+    def dataset(
+        self, caller: Caller, name: str, version: str | None = None, fingerprint: str | None = None
+    ) -> DatasetInfo:
+        """Return the description of a hosted dataset: by default of its newest version.
 
         Args:
             caller: Caller of the request.
             name: Name of the dataset.
+            version: Version of the dataset; None for any.
+            fingerprint: Fingerprint of the version; None for any.
 
         Raises:
             AccessDenied: If the caller may not use a dataset with this name.
-            UnknownDataset: If the dataset is not hosted.
+            UnknownDataset: If the dataset is not hosted, or the server does not have this version.
         """
         caller.authorize(READ, name)
         datasets = self.datasets
         if name not in datasets:
             hosted = ", ".join(repr(info.name) for info in self.datasets_for(caller)) or "no dataset for this token"
             raise UnknownDataset(f"unknown dataset {name[:200]!r}: this server hosts {hosted}")
-        return self._described(datasets[name])
+        info = datasets[name]
+        if self._host.configs:
+            info = self.versions.find(name, version, fingerprint).info
+        return self._described(info)
 
     def _described(self, info: DatasetInfo) -> DatasetInfo:
         """Return the description of a dataset with what all datasets of this server have in common."""
-        return replace(info, ports=self.ports, environment=environment())
+        available = [version.info.fingerprint for version in self.versions.available(info.name)]
+        return replace(
+            info,
+            ports=self.ports,
+            environment=environment(),
+            available=available if len(available) > 1 else None,
+        )
 
     def slow_samples(self, limit: int) -> SlowSampleList:
         """Return the slow samples of all datasets, slowest first, and at most `limit` of them."""
@@ -378,6 +439,10 @@ class LoaderService:
                 f"unknown loader {key[:64]!r}: the server may have restarted. Register the loader with POST /v1/loaders"
             )
         self._loaders.move_to_end(key)
+        if known.versions:
+            now = time.monotonic()
+            for version in known.versions:
+                version.last_used = now
         return known
 
     def loader(self, caller: Caller, key: str, epoch: int, *batches: int) -> Loader:
@@ -527,6 +592,8 @@ class LoaderService:
                 engine.forget_idle()
                 engine.preempt()
             self.quotas.forget_idle(time.monotonic())
+            self._mark_used()
+            await self.publisher.retire_idle(self.limits.retire_after)
             if time.monotonic() - began > 2 * HOUSEKEEPING_INTERVAL:
                 continue  # the server itself was suspended (Ctrl-Z): wait one more round for heartbeats
             for key, engine in self.engines.started_sessions().items():

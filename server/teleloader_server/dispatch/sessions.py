@@ -1,10 +1,12 @@
-"""Engines of a server: a shared engine, and one engine per session (a loader with private workers)."""
+"""Engines of a server: a shared engine per revision, and one engine per session (a loader with private workers)."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Coroutine
 from contextvars import Context
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from teleloader_server.config import ConfigError
@@ -27,6 +29,25 @@ class _Session(NamedTuple):
     num_workers: int
 
 
+@dataclass(eq=False)
+class Revision:
+    """Datasets that were published together, and the shared engine of their loaders (`versions`)."""
+
+    number: int
+    """Number of the revision, from 1."""
+    host: PoolFactory
+    """Factory of worker pools; its pools describe the datasets."""
+    infos: dict[str, DatasetInfo] = field(default_factory=dict)
+    """Descriptions of the datasets by name, from the shared engine; empty until the engine has started."""
+    starting: asyncio.Task[Engine] | None = None
+    """Task that starts the shared engine and returns it; None before the first use."""
+
+    @property
+    def started(self) -> Engine | None:
+        """The shared engine, if it runs."""
+        return self.starting.result() if self.starting is not None and _has_started(self.starting) else None
+
+
 class Engines:
     """Manager of all engines of a server; enforces the session limits. Not thread-safe: use from one event loop.
 
@@ -38,13 +59,12 @@ class Engines:
     """
 
     def __init__(self, host: PoolFactory, memory: Memory, counters: Counters, limits: ClientLimits) -> None:
-        self._host = host
         self._memory = memory
         self._counters = counters
         self._limits = limits
-        self.infos: dict[str, DatasetInfo] = {}
-        """Descriptions of the datasets by name, from the shared engine; empty until the engine has started."""
-        self._shared: asyncio.Task[Engine] | None = None
+        self._count = itertools.count(2)
+        self.revisions: Final[dict[int, Revision]] = {1: Revision(1, host)}
+        """Revisions whose processes run, by number; the first one has the datasets of the start."""
         self.sessions: Final[dict[str, _Session]] = {}
         """Sessions by loader key."""
         self._ending: set[asyncio.Task[None]] = set()
@@ -52,60 +72,75 @@ class Engines:
     @property
     def ready(self) -> bool:
         """True if at least one worker is ready, or if workers start only when the first loader is registered."""
-        return self._shared is None or any(state.ready for engine in self.started() for state, _ in engine.workers())
+        starts_later = all(revision.starting is None for revision in self.revisions.values())
+        return starts_later or any(state.ready for engine in self.started() for state, _ in engine.workers())
 
-    async def shared(self) -> Engine:
-        """Return the shared engine, starting it on the first call.
+    async def shared(self, number: int = 1) -> Engine:
+        """Return the shared engine of a revision, starting it on the first call.
 
         Raises:
             ConfigError: If a dataset cannot be constructed.
         """
-        if self._shared is None or (self._shared.done() and not _has_started(self._shared)):
-            self._shared = _detached(self._start_shared())
-        return await asyncio.shield(self._shared)
+        revision = self.revisions[number]
+        if revision.starting is None or (revision.starting.done() and not _has_started(revision.starting)):
+            revision.starting = _detached(self._start_shared(revision))
+        return await asyncio.shield(revision.starting)
 
     @property
     def num_workers(self) -> int | None:
-        """Number of shared workers; None before they start."""
-        engine = self._started_shared()
-        return None if engine is None else engine.pool.num_workers
+        """Number of shared workers of the latest revision; None before they start."""
+        engines = self._started_shared()
+        return engines[-1].pool.num_workers if engines else None
 
     def resize(self, num_workers: int) -> None:
-        """Change the number of shared workers; errors as of `Pool.resize`."""
-        engine = self._started_shared()
-        if engine is None:
+        """Change the number of shared workers of each revision; errors as of `Pool.resize`."""
+        engines = self._started_shared()
+        if not engines:
             raise ValueError("the server has no shared workers yet: they start with the first loader that uses them")
-        engine.pool.resize(num_workers)
+        for engine in engines:
+            engine.pool.resize(num_workers)
 
-    def _started_shared(self) -> Engine | None:
-        return self._shared.result() if self._shared is not None and _has_started(self._shared) else None
+    def _started_shared(self) -> list[Engine]:
+        return [engine for revision in self.revisions.values() if (engine := revision.started) is not None]
 
-    async def _start_shared(self) -> Engine:
-        source = EngineSource(None, self._host.setting)
-        engine = Engine(self._host.shared_pool(), self._memory, self._counters, source)
-        self.infos = {info.name: info for info in await engine.start()}
+    async def _start_shared(self, revision: Revision) -> Engine:
+        source = EngineSource(None, revision.host.setting, revision.number)
+        engine = Engine(revision.host.shared_pool(), self._memory, self._counters, source)
+        revision.infos = {info.name: info for info in await engine.start()}
         return engine
 
-    async def of(self, key: str, spec: LoaderSpec, info: DatasetInfo, quota: Quota) -> Engine:
-        """Return the engine of a loader: the shared engine, or the engine of its session, started on the first call.
+    def add(self, host: PoolFactory) -> int:
+        """Add a revision, whose shared engine `shared` starts, and return its number."""
+        number = next(self._count)
+        self.revisions[number] = Revision(number, host)
+        return number
+
+    def remove(self, number: int) -> asyncio.Task[None] | None:
+        """Stop the shared engine of a revision, whose sessions have ended; return the task that stops it, if any."""
+        revision = self.revisions.pop(number)
+        return None if revision.starting is None else self._end(revision.starting)
+
+    async def of(self, key: str, spec: LoaderSpec, info: DatasetInfo, quota: Quota, number: int = 1) -> Engine:
+        """Return the engine of a loader: a shared engine, or the engine of its session, started on the first call.
 
         Args:
             key: Key of the loader.
             spec: Specification of the loader.
             info: Description of the loader's dataset.
             quota: Quota of the client's principal.
+            number: Number of the revision that has the loader's dataset.
 
         Raises:
             ServerUnavailable: If there are too many sessions, or the workers cannot be started.
         """
-        own = self._host.own_pool(spec, info)
+        own = self.revisions[number].host.own_pool(spec, info)
         if own is None:
-            return await self.shared()
+            return await self.shared(number)
         if key not in self.sessions:
             self._refuse_too_many(quota, own.num_workers)
             # the batches of a loader with private workers are computed in turn, as in torch: user code may depend on it
             in_turn = spec.shards if info.kind == "iterable" else spec.num_workers
-            source = EngineSource(key, "num_workers={} of the DataLoader")
+            source = EngineSource(key, "num_workers={} of the DataLoader", number)
             engine = Engine(own, self._memory, self._counters, source, in_turn if own.num_workers else 0)
             self.sessions[key] = _Session(_detached(_started(engine)), quota, own.num_workers)
             quota.sessions[key] = own.num_workers
@@ -155,23 +190,24 @@ class Engines:
         """End a session and stop its workers; do nothing if no session has this key."""
         session = self._drop(key)
         if session is not None:
-            # a task, because a client that does not wait for the response must not interrupt it
-            ending = asyncio.create_task(_close(session.starting))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-            await asyncio.shield(ending)
+            await asyncio.shield(self._end(session.starting))
+
+    def _end(self, starting: asyncio.Task[Engine]) -> asyncio.Task[None]:
+        # a task, because a client that does not wait for the response must not interrupt it
+        ending = asyncio.create_task(_close(starting))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        return ending
 
     async def close(self) -> None:
         """Stop all engines and their workers."""
         ending = [self.end_session(key) for key in list(self.sessions)]
-        if self._shared is not None:
-            ending.append(_close(self._shared))
+        ending += [_close(each.starting) for each in self.revisions.values() if each.starting is not None]
         await asyncio.gather(*ending, *self._ending)
 
     def started(self) -> list[Engine]:
         """Return the engines that are running."""
-        shared = self._started_shared()
-        return [*([] if shared is None else [shared]), *self.started_sessions().values()]
+        return [*self._started_shared(), *self.started_sessions().values()]
 
     def started_sessions(self) -> dict[str, Engine]:
         """Return the running engines of sessions, by loader key."""

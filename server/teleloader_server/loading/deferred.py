@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from teleloader_server.config import ConfigError, DatasetConfig
 from teleloader_server.loading.datasets import HostedDataset, open_dataset
+from teleloader_server.loading.source_files import SourceFiles
 from teleloader_shared.messages import DatasetInfo
 
 
@@ -16,13 +17,20 @@ class DeferredDataset:
     info: DatasetInfo
     """Description from another process that has constructed the dataset."""
     config: DatasetConfig
+    code: SourceFiles
+    """Files of the dataset's code."""
 
     def open(self) -> HostedDataset:
         """Construct the dataset in this process. Exceptions raised by user code propagate unchanged.
 
         Raises:
-            ConfigError: If the dataset differs from its description.
+            ConfigError: If the dataset differs from its description, or its code has changed.
         """
+        if self.code.changed:
+            raise ConfigError(
+                f"the code of dataset {self.config.name!r} changed after version {self.config.version!r} was "
+                "published: restore the files, or publish the changed code as another version"
+            )
         hosted = open_dataset(self.config)
         if hosted.info.fingerprint != self.info.fingerprint:
             raise ConfigError(

@@ -21,6 +21,7 @@ from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer, Loader, training_loop
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.dispatch.versions import Version
 from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.replay import Replayed
 from teleloader_server.loading.tasks import SLOW_FROM
@@ -51,7 +52,16 @@ from teleloader_shared.lengths import padding_fraction
 from teleloader_shared.messages import PREVIEW, DatasetInfo, ReceivingTotals
 from teleloader_shared.server_summary import ServerSummary
 from teleloader_shared.spec import MAX_EPOCH
-from teleloader_shared.stats import WINDOW, ConsumerStats, DatasetStats, ServerStats, Stats, TokenStats, WorkerStats
+from teleloader_shared.stats import (
+    WINDOW,
+    ConsumerStats,
+    DatasetStats,
+    ServerStats,
+    Stats,
+    TokenStats,
+    VersionStats,
+    WorkerStats,
+)
 from teleloader_shared.version import VERSION
 
 DEFAULT_CONSUMERS: Final = 100
@@ -62,6 +72,8 @@ MARK_EVERY: Final = 1.0
 """Seconds between two samples of the totals; the delay of samples measures the event loop lag."""
 MARKS_PER_CPU: Final = 5
 """Number of samples of the totals for each sample of the CPU times, which reads one file per process."""
+MAX_ERROR: Final = 4000
+"""Maximum number of characters of the error of a publication."""
 SLICE: Final = 64
 """Number of consumers processed per iteration of the event loop; each takes about 10 us."""
 MEMORY_SHARE: Final = 0.01
@@ -148,7 +160,7 @@ class StatsCollector:
 
     def _sample_workers(self, now: float) -> None:
         found = [
-            ((engine.source.session, state.worker), state.pid)
+            ((engine.source.pool, state.worker), state.pid)
             for engine in self._service.engines.started()
             for state in engine.pool.workers()
             if state.pid is not None
@@ -221,7 +233,7 @@ class StatsCollector:
         """Return the details of a worker; None if there is no such worker.
 
         Args:
-            pool: Key of the loader that the worker is private to; None for the shared pool.
+            pool: Name of the pool, as of `WorkerStats.loader`.
             worker: Worker ID.
         """
         engine = self._engine(pool)
@@ -256,7 +268,7 @@ class StatsCollector:
         return WorkerStack(worker, state.pid, await engine.pool.stacks(worker))
 
     def _engine(self, pool: str | None) -> Engine | None:
-        return next((each for each in self._service.engines.started() if each.source.session == pool), None)
+        return next((each for each in self._service.engines.started() if each.source.pool == pool), None)
 
     def history(
         self,
@@ -356,6 +368,7 @@ class StatsCollector:
             saturated=is_saturated(busy, load, self._cpu.idle_fraction()),
             ports=self._service.ports,
             memory_lent=self._service.quotas.lent,
+            publication_error=(self._service.publisher.last_error or "")[-MAX_ERROR:] or None,
         )
 
     def _record(self, sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
@@ -391,6 +404,7 @@ class StatsCollector:
             batches_lent=tally.lent,
             run=tally.run,
             finished=tally.finished,
+            version=self._service.version_of(loader),
         )
 
     @staticmethod
@@ -400,7 +414,7 @@ class StatsCollector:
         return WorkerStats(
             worker=state.worker,
             pid=state.pid,
-            loader=snapshot.engine.source.session,
+            loader=snapshot.engine.source.pool,
             state="starting" if not state.ready else "busy" if busy else "idle",
             current_task=None if task is None else _shown(task.batch_id, task.spec.dataset, state.replayed),
             current_task_seconds=None if task is None else state.working_for,
@@ -441,6 +455,17 @@ class StatsCollector:
             tokens=tally.tokens,
             tokens_padded=tally.tokens_padded,
             padding_fraction=padding_fraction(tally.tokens, tally.tokens_padded),
+            versions=[self._version(version, now) for version in self._service.versions.available(info.name)],
+        )
+
+    def _version(self, version: Version, now: float) -> VersionStats:
+        return VersionStats(
+            version=version.info.version,
+            fingerprint=version.info.fingerprint,
+            revision=version.revision,
+            newest=self._service.versions.is_newest(version),
+            loaders=self._service.loaders_of(version),
+            idle=max(0.0, now - version.last_used),
         )
 
     @staticmethod

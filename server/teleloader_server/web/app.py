@@ -40,6 +40,7 @@ from teleloader_server.web.sign_in import make_access_router
 from teleloader_server.web.status import make_status_router
 from teleloader_server.web.stream import make_stream_router
 from teleloader_server.web.uvicorn_members import check_members
+from teleloader_server.web.versions import make_versions_router
 from teleloader_server.web.websocket import MAX_MESSAGE_BYTES, WebSocketConnection
 from teleloader_shared.errors import ServerUnavailable
 from teleloader_shared.secret import Secret
@@ -112,7 +113,7 @@ def create_app(
     app.state.channels = None
     for make in (
         make_access_router, make_router, make_stream_router, make_status_router, make_servers_router,
-        make_lifecycle_router, make_inspection_router,
+        make_lifecycle_router, make_inspection_router, make_versions_router,
     ):  # fmt: skip
         app.include_router(make())
     add_dashboard(app)

@@ -283,10 +283,15 @@ def make_router() -> APIRouter:
     async def datasets(request: Request) -> list[DatasetInfo]:
         return service_of(request).datasets_for(caller_of(request))
 
-    @router.get(DATASETS_PATH + "/{name}", summary="One dataset")
+    @router.get(DATASETS_PATH + "/{name}", summary="One dataset: by default its newest version")
     @needs(READ)
-    async def dataset(request: Request, name: str) -> DatasetInfo:
-        return service_of(request).dataset(caller_of(request), name)
+    async def dataset(
+        request: Request,
+        name: str,
+        version: Annotated[str | None, Query(description="version as in the configuration")] = None,
+        fingerprint: Annotated[str | None, Query(description="fingerprint of a version")] = None,
+    ) -> DatasetInfo:
+        return service_of(request).dataset(caller_of(request), name, version, fingerprint)
 
     @router.post(
         LOADERS_PATH,

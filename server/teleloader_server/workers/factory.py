@@ -25,6 +25,8 @@ class PoolFactory(Protocol):
 
     setting: str
     """Setting for the number of shared workers as shown to users, with ``{}`` in place of the number."""
+    configs: Sequence[DatasetConfig]
+    """Configurations of the datasets; empty for dataset objects."""
 
     def infos(self) -> list[DatasetInfo] | None:
         """Return the dataset descriptions, or None if only the started shared pool can provide them."""
@@ -51,6 +53,8 @@ class ConfiguredPools:
         limits: Limits of each pool.
         isolation: Restrictions of the fork server and its workers.
         make_forkserver: Function that returns a fork server for the shared pool; None to start one for this server.
+        is_reloaded: True if this process may have imported previous code of the datasets, so that it must not load
+            batches itself.
     """
 
     setting = "--num-workers {}"
@@ -61,10 +65,13 @@ class ConfiguredPools:
         limits: Limits,
         isolation: Isolation = NO_ISOLATION,
         make_forkserver: Callable[[], ForkServer] | None = None,
+        *,
+        is_reloaded: bool = False,
     ) -> None:
         self.configs = configs
         self.isolation = isolation
         self._limits = limits
+        self._is_reloaded = is_reloaded
         self._make_forkserver = make_forkserver or (lambda: ForkServer.spawn(configs, isolation))
         self._processes: ProcessPool | None = None
 
@@ -98,6 +105,11 @@ class ConfiguredPools:
         if spec.in_process:
             if not self._limits.debug:
                 raise InvalidSpec("loading in the server process is disabled: start the server with --debug")
+            if self._is_reloaded:
+                raise InvalidSpec(
+                    f"cannot load version {info.version!r} of dataset {info.name!r} in the server process, which may "
+                    "have imported the code of a previous version: restart the server"
+                )
             return InProcessPool(lambda: open_datasets(mine), self._limits)
         if info.kind == "map":
             if spec.worker_init is not None:
@@ -126,6 +138,7 @@ class ObjectPools:
     """
 
     setting = "num_workers={} of serve()"
+    configs: Sequence[DatasetConfig] = ()
 
     def __init__(self, datasets: Callable[[], Mapping[str, HostedDataset]], limits: Limits) -> None:
         self._datasets = datasets

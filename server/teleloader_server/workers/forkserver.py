@@ -35,6 +35,7 @@ from teleloader_server.config import ConfigError, DatasetConfig
 from teleloader_server.loading import preparations
 from teleloader_server.loading.datasets import HostedDataset, cannot_build, open_dataset, open_datasets
 from teleloader_server.loading.deferred import DeferredDataset
+from teleloader_server.loading.source_files import UNKNOWN, SourceFiles
 from teleloader_server.workers import messages, worker
 from teleloader_server.workers.channel import Channel, close_inherited
 from teleloader_server.workers.confine import forbid_new_privileges
@@ -187,6 +188,7 @@ def main() -> None:
         return
     requests.remove(build)
     sys.path[:] = build.path
+    before = set(sys.modules)
     try:
         hosted = _open([DatasetConfig(**config) for config in build.configs])
     except ConfigError as error:
@@ -194,7 +196,7 @@ def main() -> None:
         return
     # afterwards gc.freeze excludes existing objects from garbage collection, so that their pages stay shared
     gc.collect()
-    _serve(control, hosted, requests)
+    _serve(control, hosted, requests, SourceFiles.imported_after(before))
     # skip the interpreter's shutdown, which would wait for threads that user code started
     sys.stdout.flush()
     sys.stderr.flush()
@@ -225,8 +227,10 @@ def _describe(config: DatasetConfig) -> DeferredDataset:
     def run() -> int:
         _become_child()
         worker.configure_forked_children()
+        before = set(sys.modules)
         try:
             found: dict[str, Any] = {"info": dataclasses.asdict(open_dataset(config).info)}
+            found["code"] = SourceFiles.imported_after(before)
         except Exception as error:  # noqa: BLE001 - whatever user code raises
             found = {"error": str(cannot_build(error, config))}
         os.write(file, json.dumps(found).encode())
@@ -242,13 +246,22 @@ def _describe(config: DatasetConfig) -> DeferredDataset:
     found = json.loads(text)
     if "error" in found:
         raise ConfigError(found["error"])
-    return DeferredDataset(DatasetInfo(**found["info"]), config)
+    return DeferredDataset(DatasetInfo(**found["info"]), config, SourceFiles(*found["code"]))
 
 
 def _serve(
-    control: Channel, hosted: Mapping[str, HostedDataset | DeferredDataset], requests: Iterable[messages.Message] = ()
+    control: Channel,
+    hosted: Mapping[str, HostedDataset | DeferredDataset],
+    requests: Iterable[messages.Message] = (),
+    code: SourceFiles = UNKNOWN,
 ) -> int:
     """Fork workers and further fork servers on request, and report their exits, until the server closes the channel.
+
+    Args:
+        control: Channel to the server.
+        hosted: Datasets by name.
+        requests: Requests that the server has sent already.
+        code: Files of the code of the datasets.
 
     Returns:
         Exit code of this process.
@@ -257,10 +270,10 @@ def _serve(
     gc.disable()
     gc.freeze()
     infos = [dataclasses.asdict(dataset.info) for dataset in hosted.values()]
-    control.send(encode(messages.Built(os.getpid(), infos)))
+    control.send(encode(messages.Built(os.getpid(), infos, code)))
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
-    _execute(requests, control, selector, hosted)
+    _execute(requests, control, selector, hosted, code)
     while True:
         for key, _ in selector.select():
             if key.fileobj is not control:
@@ -274,7 +287,7 @@ def _serve(
             except EOFError:
                 _await_workers(selector, control)
                 return 0
-            _execute(map(decode, received), control, selector, hosted)
+            _execute(map(decode, received), control, selector, hosted, code)
 
 
 def _execute(
@@ -282,12 +295,13 @@ def _execute(
     control: Channel,
     selector: selectors.BaseSelector,
     hosted: Mapping[str, HostedDataset | DeferredDataset],
+    code: SourceFiles,
 ) -> None:
     for request in requests:
         try:
             match request:
                 case messages.Split():
-                    _fork_child(control, selector, partial(_serve, hosted=hosted))
+                    _fork_child(control, selector, partial(_serve, hosted=hosted, code=code))
                 case messages.ForkWorker(worker=number):
                     pid = _fork_child(control, selector, partial(worker.main, hosted=hosted, settings=request))
                     control.send(encode(messages.Forked(number, pid)))

@@ -61,6 +61,8 @@ class Built(NamedTuple):
     pid: int
     datasets: Sequence[Mapping[str, Any]]
     """Fields of each `DatasetInfo`."""
+    code: Sequence[Any]
+    """`SourceFiles` of the datasets that the fork server constructed."""
 
 
 class BuildFailed(NamedTuple):

@@ -89,7 +89,7 @@ class SharedForkServer:
             while True:
                 for message in map(decode, self.process.channel.receive()):
                     match message:
-                        case Built(pid):
+                        case Built(pid=pid):
                             logger.info("the fork server restarted as pid %d", pid, extra={"pid": pid})
                         case BuildFailed(reason):
                             logger.error("cannot rebuild the datasets: %s", reason)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from teleloader_server.config import ConfigError
+from teleloader_server.loading.source_files import UNKNOWN, SourceFiles
 from teleloader_server.workers.blocking import run_blocking
 from teleloader_server.workers.forkserver import ForkServer
 from teleloader_server.workers.health import MAX_FAILED_STARTS, STOP_TIMEOUT, StopTimer, backoff, exit_reason
@@ -36,6 +37,8 @@ class Supervisor:
     """Callback, called with the reason when a restart fails for the third time or more in succession."""
     current: ForkServer = field(init=False)
     """Fork server that was started last."""
+    _code: SourceFiles = field(default=UNKNOWN, init=False)
+    """Files of the code that the first fork server imported."""
     _stop_timer: StopTimer = field(default_factory=StopTimer, init=False)
     _restarting: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -57,7 +60,7 @@ class Supervisor:
         for attempt in itertools.count(1):
             forkserver = self.make()
             try:
-                self._infos = await self._start(forkserver)
+                self._infos, self._code = await self._start(forkserver)
                 break
             except ConfigError as error:
                 was_killed = forkserver.exit_code is not None and forkserver.exit_code < 0
@@ -98,7 +101,7 @@ class Supervisor:
         self._unwatch()
         await run_blocking(self.current.reap)
 
-    async def _start(self, forkserver: ForkServer) -> list[DatasetInfo]:
+    async def _start(self, forkserver: ForkServer) -> tuple[list[DatasetInfo], SourceFiles]:
         self.current = forkserver
         self._is_built = False
         self._built: asyncio.Future[Message] = self._loop.create_future()
@@ -114,7 +117,7 @@ class Supervisor:
         if isinstance(message, Built):
             self._is_built = True
             self._watch()  # again, because the process of a fork server created by `split` is known only now
-            return [DatasetInfo(**info) for info in message.datasets]
+            return [DatasetInfo(**info) for info in message.datasets], SourceFiles(*message.code)
         await self._reap()
         reason = message.reason if isinstance(message, BuildFailed) else ""
         if not reason and forkserver.pid is None:  # it was split off from another one, which has exited
@@ -156,7 +159,8 @@ class Supervisor:
         await self._reap()
         for attempt in itertools.count(1):
             try:
-                infos = await self._start(self.make())
+                await self._check_code()
+                infos, _ = await self._start(self.make())
                 if infos == self._infos:
                     break
                 await self._reap()
@@ -169,6 +173,14 @@ class Supervisor:
                 self.failed(reason)
             await asyncio.sleep(backoff(attempt))
         self.restarted()
+
+    async def _check_code(self) -> None:
+        """Raise `ConfigError` if another fork server would import other code than the first one."""
+        if await self._loop.run_in_executor(None, lambda: self._code.changed):
+            raise ConfigError(
+                "the code of the datasets changed on disk after they were published, and the fork server with the "
+                "previous code exited. Restore the files, or publish the changed code as another version"
+            )
 
 
 def _ending(forkserver: ForkServer) -> str:
