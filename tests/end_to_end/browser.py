@@ -16,35 +16,25 @@ if TYPE_CHECKING:
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 
-CONTRAST = """
-() => {
-  const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const linear = (c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-  const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
-  const ground = (element) => {
-    for (let one = element; one; one = one.parentElement) {
-      const [r, g, b, alpha = 1] = channels(getComputedStyle(one).backgroundColor);
-      if (alpha > 0) return [r, g, b];
-    }
-  };
-  const holdsText = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
-  const pale = [];
-  for (const element of document.querySelectorAll("body *")) {
-    if (!holdsText(element) || !element.checkVisibility() || element.closest(".unseen, :disabled")) continue;
-    const [one, other] = [luminance(channels(getComputedStyle(element).color)), luminance(ground(element))];
-    const contrast = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
-    if (contrast < 4.5) pale.push(`${contrast.toFixed(1)}: ${element.textContent.trim().slice(0, 60)}`);
-  }
-  return pale;
-}
-"""
-"""Script that returns visible texts with a contrast below the 4.5 that WCAG requires."""
+
+def violations(page: Page) -> list[str]:
+    """Return the elements of a page that violate a rule of axe: WCAG 2.1 AA, such as contrast, names and roles."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
+    found = Axe().run(page, options={"runOnly": {"type": "tag", "values": tags}}).response["violations"]
+    return [
+        f"{rule['id']} ({rule['help']}): {node['html'][:120]}; {node.get('failureSummary', '')}"
+        for rule in found
+        for node in rule["nodes"]
+    ]
 
 
 @contextmanager
 def a_browser() -> Iterator[Browser]:
     """Yield a headless Chromium: the machine's own, or the one that playwright installed."""
     pytest.importorskip("playwright")
+    pytest.importorskip("axe_playwright_python")
     from playwright.sync_api import Error, sync_playwright
 
     found = next(filter(None, map(shutil.which, CHROMIUMS)), None)

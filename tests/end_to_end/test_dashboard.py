@@ -18,7 +18,7 @@ from teleloader_server import serve
 from teleloader_shared.stats import Diagnosis, ErrorCount, Stats
 from tests.conftest import StartServer, eventually
 from tests.end_to_end import hosted
-from tests.end_to_end.browser import CONTRAST, Visit
+from tests.end_to_end.browser import Visit, violations
 from tests.end_to_end.made_up import (
     BUSY,
     CONSUMER,
@@ -210,7 +210,7 @@ def test_many_servers_with_hostile_urls_fit_on_a_phone(server: MadeUpServer, ope
     box = page.locator("#servers").bounding_box()
     assert box is not None
     assert box["height"] < 600
-    assert page.evaluate(CONTRAST) == []
+    assert violations(page) == []
 
 
 def fleet(server: MadeUpServer, count: int) -> list[dict[str, Any]]:
@@ -262,7 +262,7 @@ def test_64_servers_are_readable(server: MadeUpServer, open_page: Open, scheme: 
     scrolled = page.locator("#server-list")
     assert scrolled.evaluate("one => one.scrollWidth <= one.clientWidth")
     assert scrolled.evaluate("one => one.scrollHeight > one.clientHeight")
-    assert page.evaluate(CONTRAST) == []
+    assert violations(page) == []
 
 
 def test_runs_have_names_and_finished_consumers_are_last(server: MadeUpServer, open_page: Open) -> None:
@@ -508,7 +508,7 @@ def test_the_history_fits_and_stands_out(server: MadeUpServer, open_page: Open, 
     page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
     until(page.locator("#more-plots"), "Active consumers")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate(CONTRAST) == []
+    assert violations(page) == []
 
 
 # --- The connection -----------------------------------------------------------------------------------------------
@@ -542,20 +542,21 @@ def test_a_rejected_stream_is_requested_again(server: MadeUpServer, open_page: O
 # --- Accessibility ------------------------------------------------------------------------------------------------
 
 
-def test_two_hundred_consumers_can_be_used(server: MadeUpServer, open_page: Open) -> None:
+@pytest.mark.parametrize("count", [200, 2000])
+def test_many_consumers_can_be_used(server: MadeUpServer, open_page: Open, count: int) -> None:
     """The stream has a hundred consumers, the page requests the others, and shows them filtered and in parts."""
-    server.stats = made_up(consumers=200)
+    server.stats = made_up(consumers=count)
     page = open_page(server.url)
-    until(page.locator("#counts"), "200 consumers: 1 workers, 199 training.")
+    until(page.locator("#counts"), f"{count:,} consumers: 1 workers, {count - 1:,} training.")
     rows = page.locator("#consumers").get_by_role("rowheader")
-    until(page.locator("#page"), "1 to 25 of 200")
+    until(page.locator("#page"), f"1 to 25 of {count:,}")
     assert rows.count() == 25
     assert rows.first.inner_text() == "trainer-0"
     page.get_by_role("button", name="Next").click()
-    until(page.locator("#page"), "26 to 50 of 200")
+    until(page.locator("#page"), f"26 to 50 of {count:,}")
     page.get_by_role("searchbox", name="Filter").fill("trainer-150")
     until(page.locator("#consumers tbody"), "trainer-150")
-    assert rows.all_inner_texts() == ["trainer-150"]
+    assert rows.first.inner_text() == "trainer-150"
     page.get_by_role("searchbox", name="Filter").fill("workers")
     until(page.locator("#consumers tbody"), "trainer-0")
     assert rows.all_inner_texts() == ["trainer-0"]
@@ -601,7 +602,7 @@ def test_every_text_stands_out_from_its_ground(server: MadeUpServer, open_page: 
     server.stats = dataclasses.replace(server.stats, consumers=consumers, workers=workers, consumers_total=4)
     page = open_page(server.url, color_scheme=scheme)
     page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
-    assert page.evaluate(CONTRAST) == []
+    assert violations(page) == []
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert (max(ground) < 64) == (scheme == "dark")
     tones = page.locator("[data-tone]:not(section)").all_inner_texts()
@@ -748,6 +749,7 @@ def test_a_batch_can_be_looked_at(servers: ExitStack, open_page: Open) -> None:
     assert page.get_by_role("img", name="Image 4 of 4, 12 \N{MULTIPLICATION SIGN} 10 pixels").is_visible()
     values = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
     assert page.locator("#content canvas").first.evaluate(values) == [200, 0, 0, 255] * 120
+    assert violations(page) == []
     grey = page.locator("#content canvas").last.evaluate(values)
     assert (grey[:4], grey[-4:]) == ([0, 0, 0, 255], [255] * 4)
     assert httpx.get(f"{url}/stats").json()["consumers"] == [], "who only looks trains nothing"

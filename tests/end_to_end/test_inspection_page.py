@@ -16,7 +16,7 @@ from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from tests.conftest import StartServer
 from tests.end_to_end import inspected
-from tests.end_to_end.browser import CONTRAST, Visit
+from tests.end_to_end.browser import Visit, violations
 from tests.end_to_end.test_access import TokenTable
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def test_the_links_of_an_error_open_its_batch_and_its_sample(servers: ExitStack,
     until(page.locator("#content"), f"Its indices: {', '.join(map(str, error['indices']))}.")
     page.get_by_role("link", name="Preview sample 7 alone").click()
     until(page.locator("#content"), "Its indices: 7.")
+    assert violations(page) == []
     assert httpx.get(f"{url}/v1/errors", trust_env=False).json()["total"] == 1
 
 
@@ -126,6 +127,7 @@ def test_slow_samples_have_their_time_and_a_link(servers: ExitStack, open_page: 
     row.get_by_role("link", name="Preview sample").click()
     until(page.locator("#looked"), "Slow sample. Batch")
     until(page.locator("#content"), f"{inspected.SLOW}, {inspected.SLOW}")
+    assert violations(page) == []
 
 
 def test_the_page_of_a_worker_shows_its_stack(servers: ExitStack, open_page: Open) -> None:
@@ -138,6 +140,7 @@ def test_the_page_of_a_worker_shows_its_stack(servers: ExitStack, open_page: Ope
     until(page.locator("#worker-state"), "batch 0 of epoch 3 of dataset for")
     page.get_by_role("button", name="Show the stack").click()
     until(page.locator("#worker-stack"), "hang_in_sleep")
+    assert violations(page) == []
     page.get_by_role("button", name="Close").click()
     page.locator("#worker").wait_for(state="hidden")
 
@@ -187,4 +190,4 @@ def test_the_timeline_is_used_by_keyboard_and_fits(
     page.locator("#timeline-table button").first.click()
     until(page.locator("#timeline-detail"), "encode")  # it may be from before the client reported its part
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate(CONTRAST) == []
+    assert violations(page) == []

@@ -17,7 +17,7 @@ import pytest
 
 from teleloader_shared.messages import NO_PAGE_HEADER
 from tests.conftest import ServerProcess, StartServer
-from tests.end_to_end.browser import CONTRAST, Visit
+from tests.end_to_end.browser import Visit, violations
 from tests.end_to_end.test_access import TokenTable
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_the_form_can_be_read_and_used_anywhere(visit: Open, scheme: str, viewpo
     """The form works by keyboard, in light and dark mode, and on a phone."""
     page = visit(color_scheme=scheme, viewport=viewport).page
     until(page, "#state", "Signed out")
-    assert page.evaluate(CONTRAST) == []
+    assert violations(page) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("document.activeElement.name") == "token"
     box = page.get_by_role("button", name="Sign in").bounding_box()

@@ -1,7 +1,7 @@
 // The diagnosis: the bottleneck of training, and what to change.
 
 import { byId, make, say } from "./dom.js";
-import { plural } from "./format.js";
+import { count, plural } from "./format.js";
 import { boundOf, byNeed, runAndName, summary } from "./diagnoses.js";
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
@@ -39,7 +39,7 @@ export class Answer {
     const { name, tone, sign } = boundOf(worst);
     const rank = worst.world_size > 1 ? `, rank ${worst.rank}` : "";
     this.#say(`${sign} ${capital(name)}`, `${runAndName(worst)}${rank} of ${worst.dataset}:`, worst.diagnosis.advice, tone);
-    const known = consumers.length < total ? ` (${consumers.length} loaded so far)` : "";
+    const known = consumers.length < total ? ` (${count(consumers.length)} loaded so far)` : "";
     say(byId("counts"), `${plural(total, "consumer")}${known}: ${summary(consumers)}.`);
   }
 

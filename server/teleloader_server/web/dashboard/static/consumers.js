@@ -89,7 +89,7 @@ export class ConsumerTable {
     byId("pager").hidden = last === 0;
     byId("previous").disabled = this.#page === 0;
     byId("next").disabled = this.#page === last;
-    say(byId("page"), `${start + 1} to ${start + rows.length} of ${found.length}`);
+    say(byId("page"), `${count(start + 1)} to ${count(start + rows.length)} of ${count(found.length)}`);
     this.#table.element.hidden = this.#consumers.length === 0;
     byId("filter").hidden = this.#consumers.length === 0;
   }

@@ -1,5 +1,7 @@
 // Names, colours and order of diagnoses.
 
+import { count } from "./format.js";
+
 const BOUNDS = {
   workers: { name: "workers", tone: "bad", sign: "▲" },
   io: { name: "I/O", tone: "bad", sign: "▲" },
@@ -44,5 +46,5 @@ export function byNeed(one, other) {
 // "3 workers, 1 training"
 export function summary(consumers) {
   const parts = ORDER.map((bottleneck) => [bottleneck, consumers.filter((one) => keyOf(one) === bottleneck).length]);
-  return parts.filter(([, many]) => many > 0).map(([bottleneck, many]) => `${many} ${BOUNDS[bottleneck].name}`).join(", ");
+  return parts.filter(([, many]) => many > 0).map(([bottleneck, many]) => `${count(many)} ${BOUNDS[bottleneck].name}`).join(", ");
 }
