@@ -154,9 +154,14 @@ def signal_server() -> str:
     return "sent"
 
 
+def file_in_current_folder() -> str:
+    """Read a file by its relative path."""
+    return Path("closed-secret").read_text()
+
+
 def identity() -> str:
     """Return the lines of ``/proc/self/status`` about processes, users, groups and privileges as JSON."""
-    wanted = ("Pid", "PPid", "Uid", "Gid", "Groups", "CapEff", "CapPrm", "CapAmb", "NoNewPrivs")
+    wanted = ("Pid", "PPid", "NSsid", "Uid", "Gid", "Groups", "CapEff", "CapPrm", "CapAmb", "NoNewPrivs")
     lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
     return json.dumps({name: value.split() for name, _, value in lines if name in wanted})
 
@@ -166,7 +171,7 @@ ATTACKS: Final[Mapping[str, Callable[[], str]]] = {
     for attack in (
         token_file, tls_key, own_environment, forkserver_environment, server_environment, server_memory, ptrace,
         own_descriptors, forkserver_descriptors, server_descriptors, setuid_program, fork_bomb, much_memory, network,
-        loopback, signal_server, identity,
+        loopback, signal_server, identity, file_in_current_folder,
     )
 }  # fmt: skip
 

@@ -186,6 +186,26 @@ def test_workers_have_the_ids_of_their_user_and_no_capabilities(isolated: Attack
     assert {identity[name][0].strip("0") for name in ("CapEff", "CapPrm", "CapAmb")} == {""}
 
 
+def test_workers_have_a_session_without_a_controlling_terminal(isolated: Attacked, trusting: Attacked) -> None:
+    """A process in the session of the server could enter commands in its terminal."""
+    for found, is_equal in ((isolated, False), (trusting, True)):
+        (session,) = json.loads(found.run(intruder.identity))["NSsid"]
+        assert (int(session) == os.getsid(found.server.pid)) == is_equal
+
+
+@pytest.mark.parametrize(("options", "is_refused"), [(AS_WORKER_USER, True), ((), False)])
+def test_relative_paths_do_not_bypass_the_mode_of_a_parent_folder(options: tuple[str, ...], is_refused: bool) -> None:
+    """A server that starts in a subfolder of /root does not give its workers access to this subfolder."""
+    with open_folder() as folder:
+        inner = folder / "inner"
+        inner.mkdir()
+        (inner / "closed-secret").write_text("secret")
+        folder.chmod(0o700)
+        with isolated_server("tests.attacks.intruder:Intruder", "--num-workers", "1", *options, folder=inner) as server:
+            dataset = RemoteDataset(server.url, "Intruder")
+            assert run_attack(dataset, intruder.file_in_current_folder).startswith(REFUSED) == is_refused
+
+
 def copies(pid: int, wanted: bytes) -> int:
     """Count the copies of a text in the private memory of a process."""
     found = 0

@@ -87,6 +87,9 @@ def apply(restrictions: Restrictions) -> None:
             _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
         except OSError as error:
             raise Refused(f"cannot run as user ID {restrictions.uid}: {error.strerror}") from None
+        # without a controlling terminal, in which the process could enter commands (TIOCSTI) for the server's user
+        os.setsid()
+        _leave_closed_folder()
     if not has_namespace:
         _leave_network_unprivileged()
     for kind, limit in (
@@ -98,6 +101,14 @@ def apply(restrictions: Restrictions) -> None:
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(kind, (limit, limit))
     forbid_new_privileges()
+
+
+def _leave_closed_folder() -> None:
+    """Leave the current folder if the user cannot access its path: relative paths would bypass the permissions."""
+    try:
+        os.chdir(os.getcwd())  # noqa: PTH109 - pathlib is not faster or clearer
+    except OSError:
+        os.chdir("/")
 
 
 def _try_leave_network() -> bool:
