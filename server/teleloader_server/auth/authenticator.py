@@ -1,7 +1,7 @@
 """Authentication of requests by token, certificate or session cookie, and protection against cross-site requests.
 
-Because a loader sends many requests, the principal of a token is cached by Authorization header until the token expires,
-or a token file, identity file or key of an issuer changes.
+Because a loader sends many requests, the principal of a token is cached by Authorization header until the token
+expires, or a token file, identity file or key of an issuer changes.
 """
 
 from __future__ import annotations
