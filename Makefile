@@ -64,7 +64,7 @@ release: $(VENV)/.release  ## Check the tree, test, build, sign: VERSION=0.1.0 (
 
 lock: $(VENV)/.lock  ## Choose and pin anew, with hashes, the packages that the container images have.
 	printf 'hatchling\nhatch-fancy-pypi-readme\n' | $(PIN) --output-file docker/requirements/build.txt -
-	$(PIN) --extra server --output-file docker/requirements/server.txt pyproject.toml
+	$(PIN) --extra server --extra oidc --output-file docker/requirements/server.txt pyproject.toml
 	$(PIN) --extra demo --output-file docker/requirements/trainer.txt pyproject.toml
 
 secrets:  ## Make the tokens and the password that docker-compose.yml wants, in docker/secrets.

@@ -191,6 +191,15 @@ def nightly() -> Iterator[Step]:
                  "-k 'prom or alerts or unknown_demand'", 1),
         after=("environment",), pytest=".venv/bin/python -m pytest",
     )  # fmt: skip
+    provider = "build/ci/identity-provider"
+    yield Step(
+        "identity provider",
+        f"npm install --silent --no-audit --no-fund --prefix {provider} oidc-provider@9\n"
+        + pytest(".venv", "tests/deploy/test_identity_provider.py", 2),
+        after=("environment",),
+        environment={"TELELOADER_TEST_IDENTITY_PROVIDER": f"{provider}/node_modules/oidc-provider"},
+        pytest=".venv/bin/python -m pytest",
+    )
     yield previous_release()
     # without torchvision, whose wheels need torch with CUDA, and without fastai's tokenizer
     without = f'printf \'torchvision; python_version < "3"\\nspacy; python_version < "3"\\n\' > {OVERRIDES}\n'

@@ -1,7 +1,7 @@
 """Authentication of requests by token, certificate or session cookie, and protection against cross-site requests.
 
-Because a loader sends many requests, the principal of a token is cached by the digest of the Authorization header until
-the token expires, or a token file, identity file or key of an issuer changes.
+Because a loader sends many requests, the principal of a token is cached by Authorization header until the token
+expires, or a token file, identity file or key of an issuer changes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from teleloader_shared.secret import Secret
 
 MAX_REMEMBERED: Final = 4096
 """Maximum number of cached Authorization headers, the most recently used ones."""
+MAX_KEY_BYTES: Final = 600
+"""Maximum size of an Authorization header that is itself a key of the cache: a digest takes longer than its lookup."""
 SESSION_SECONDS: Final = 12 * 3600
 MAX_SESSIONS: Final = 1024
 """Maximum number of browser sessions; a further sign-in ends the oldest session."""
@@ -91,7 +93,7 @@ class Authenticator:
         self._hosts = known_hosts((host, socket.gethostname(), *allowed_hosts))
         self.identities: Final = identities
         self._known: OrderedDict[bytes, Token] = OrderedDict()
-        """Valid tokens by the digest of an Authorization header, or of the JWT of a session."""
+        """Valid tokens by Authorization header; long headers, and JWTs of sessions, are represented by their digest."""
         self._sessions: OrderedDict[bytes, _Session] = OrderedDict()
         self._refused: Counter[str] = Counter()
         self._last_logged = -LOG_EVERY
@@ -160,8 +162,8 @@ class Authenticator:
         authorization = headers.get(b"authorization")
         if authorization is None:
             return self._without_token(scope, headers.get(b"cookie", b""))
-        # by digest: its duration discloses nothing about the entries, which contain no tokens and are small
-        key = hashlib.sha256(authorization).digest()
+        # a dictionary lookup uses a keyed hash, so its duration discloses nothing about the entries
+        key = authorization if len(authorization) <= MAX_KEY_BYTES else _digest_key(authorization)
         known = self._remembered(key)
         if known is None:
             scheme, _, token = authorization.partition(b" ")
@@ -265,11 +267,13 @@ class Authenticator:
         """
         if session.jwt is None:
             return self.tokens.has(session.digest)
-        known = self._remembered(session.digest)
+        jwt = session.jwt.encode()
+        key = _digest_key(jwt)
+        known = self._remembered(key)
         if known is not None:
             return known
         try:
-            return self._remember(session.digest, self._valid(session.jwt.encode()))
+            return self._remember(key, self._valid(jwt))
         except AccessDenied:
             return None
 
@@ -466,6 +470,11 @@ def _name_of(found: Token | Refusal | None) -> str | None:
 
 def _expired(principal: Principal) -> Unauthorized:
     return Unauthorized(f"the token {principal.name!r} has expired: request a new token from the server's operator")
+
+
+def _digest_key(content: bytes) -> bytes:
+    """Return a key of the cache that no header can equal, because headers contain no null bytes."""
+    return b"\0" + hashlib.sha256(content).digest()
 
 
 def _digest_of(name: str) -> bytes:
