@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -170,8 +171,6 @@ def test_a_copy_of_a_dataset_keeps_the_version(site: Site, start: Callable[..., 
     dataset = RemoteDataset(server.url, "train")
     site.write("v2", 2)
     publish(server)
-    import pickle
-
     copy = pickle.loads(pickle.dumps(dataset))  # noqa: S301 - it is this test's own
     assert (copy.version, dataset.version, RemoteDataset(server.url, "train").version) == ("v1", "v1", "v2")
 
@@ -307,7 +306,9 @@ def test_the_commands_print_what_happened(site: Site, start: Callable[..., Serve
     published = command("publish", server.url)
     assert "train 'v2'" in published.stdout, published
     assert "published, and new runs get it" in published.stdout
-    listed = json.loads(command("versions", server.url, "--json").stdout)
+    result = command("versions", server.url, "--output", "json")
+    assert result.returncode == 0, result.stderr
+    listed = json.loads(result.stdout)
     assert [(row["version"], row["newest"]) for row in listed if row["dataset"] == "train"] == [
         ("v2", True), ("v1", False),
     ]  # fmt: skip
