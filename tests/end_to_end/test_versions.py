@@ -171,7 +171,7 @@ def test_a_copy_of_a_dataset_keeps_the_version(site: Site, start: Callable[..., 
     dataset = RemoteDataset(server.url, "train")
     site.write("v2", 2)
     publish(server)
-    copy = pickle.loads(pickle.dumps(dataset))  # noqa: S301 - it is this test's own
+    copy = pickle.loads(pickle.dumps(dataset))
     assert (copy.version, dataset.version, RemoteDataset(server.url, "train").version) == ("v1", "v1", "v2")
 
 
@@ -182,9 +182,7 @@ def test_a_version_that_no_server_has_is_refused(start: Callable[..., ServerProc
         loader_of(server, "v3")
 
 
-def test_a_state_of_a_previous_version_resumes_on_this_version(
-    site: Site, start: Callable[..., ServerProcess]
-) -> None:
+def test_a_state_of_a_previous_version_resumes_on_this_version(site: Site, start: Callable[..., ServerProcess]) -> None:
     """Resumed with the unchanged script, a run continues with its data."""
     server = start()
     expected = [batch.tolist() for batch in loader_of(server)]
@@ -265,9 +263,7 @@ def test_a_version_that_does_not_start_changes_nothing(
     assert codes(loader_of(server)) == {3}
 
 
-def test_a_version_is_not_published_with_another_configuration(
-    site: Site, start: Callable[..., ServerProcess]
-) -> None:
+def test_a_version_is_not_published_with_another_configuration(site: Site, start: Callable[..., ServerProcess]) -> None:
     """Its fingerprint would be equal, so that clients could mix the data."""
     server = start()
     site.write("v1", 1, seconds=0.001)
@@ -416,7 +412,7 @@ def test_a_worker_that_dies_restarts_with_the_code_of_its_version(
 def test_a_fork_server_that_dies_after_its_code_changed_is_not_replaced(
     site: Site, start: Callable[..., ServerProcess]
 ) -> None:
-    """A new one would import the code of another version: requests fail with the reason until the files are restored."""
+    """A new one would import other code: requests fail with the reason until the files are restored."""
     server = start()
     running = loader_of(server)
     site.write("v2", 2)
@@ -431,6 +427,41 @@ def test_a_fork_server_that_dies_after_its_code_changed_is_not_replaced(
     server.await_line("exited; starting a new one")
     eventually(lambda: workers_of(server, None))
     assert codes(loader_of(server, "v1")) == {1}
+
+
+def test_a_dataset_that_workers_construct_is_not_mixed(site: Site, start: Callable[..., ServerProcess]) -> None:
+    """With ``start_method="spawn"``, a new worker of the previous version would import the new code."""
+
+    def configure(version: str, code: int) -> None:
+        site.write(version, code)
+        site.config.write_text(site.config.read_text().replace("[datasets.other]", f"{method}[datasets.other]"))
+
+    method = 'start_method = "spawn"\n'
+    configure("v1", 1)
+    server = start("-n", "1")
+    running = loader_of(server)
+    assert codes(running) == {1}
+    configure("v2", 2)
+    publish(server)
+    assert codes(running) == {1}, "the worker has the dataset already"
+    assert codes(loader_of(server)) == {2}
+    os.kill(workers_of(server, None)[0]["pid"], signal.SIGKILL)
+    with pytest.raises(TeleloaderError, match="the code of dataset 'train' changed after version 'v1' was published"):
+        codes(running)
+
+
+def test_several_servers_of_a_machine_publish_together(site: Site, start: Callable[..., ServerProcess]) -> None:
+    """The command finds the servers of the supervisor, and publishes at each of them."""
+    server = start("--servers", "2")
+    running = loader_of(server)
+    assert codes(running) == {1}
+    site.write("v2", 2)
+    published = command("publish", server.url, "--output", "json")
+    assert published.returncode == 0, published.stderr
+    found = [row["version"] for row in json.loads(published.stdout) if row["change"] == "added"]
+    assert found == ["v2", "v2"]
+    assert codes(running) == {1}
+    assert codes(loader_of(server)) == {2}
 
 
 # -- audit log and permissions
