@@ -475,7 +475,9 @@ class RemoteDataset:
                 hosted.append((server, response))
         if not hosted:
             raise _final(missing, news)
-        common = _newest_common([info for _, info in hosted])
+        # the other versions of a server matter only if any version may be selected
+        found = [info if version is None else replace(info, available=None) for _, info in hosted]
+        common = _newest_common(found)
         if common is None:
             each = "; ".join(
                 f"{server.url} has {info.name!r} with length {info.length}, version {info.version!r}, fingerprint "

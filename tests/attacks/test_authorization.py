@@ -277,6 +277,8 @@ ROUTES: dict[tuple[str, str], tuple[type[Any], str]] = {
     ("GET", "/v1/drain"): (GuardedRoute, "admin"),
     ("POST", "/v1/drain"): (GuardedRoute, "admin"),
     ("PUT", "/v1/workers"): (GuardedRoute, "admin"),
+    ("POST", "/v1/versions"): (GuardedRoute, "admin"),
+    ("DELETE", "/v1/versions/{dataset}"): (GuardedRoute, "admin"),
     ("GET", "/v1/workers/{worker}"): (GuardedRoute, "stats"),
     ("GET", "/v1/workers/{worker}/stack"): (GuardedRoute, "admin"),
     ("GET", "/v1/errors"): (GuardedRoute, "stats"),

@@ -260,7 +260,9 @@ def test_every_endpoint_declares_its_authorization(app: FastAPI) -> None:
         "/v1/timeline", "/v1/slow-samples", "/v1/errors",
     }  # fmt: skip
     assert needs.pop("announce") == {"/v1/servers", "/v1/servers/{instance}"}
-    assert needs.pop("admin") == {"/v1/drain", "/v1/workers", "/v1/workers/{worker}/stack"}
+    assert needs.pop("admin") == {
+        "/v1/drain", "/v1/workers", "/v1/workers/{worker}/stack", "/v1/versions", "/v1/versions/{dataset}",
+    }  # fmt: skip
     assert set(needs) == {"read"}
     assert all(path.startswith("/v1/") for path in needs["read"])
     assert len(needs["read"]) == 10

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from teleloader_server.config import ConfigError
+from teleloader_server.loading.source_files import UNKNOWN
 from teleloader_server.workers.channel import Channel
 from teleloader_server.workers.forkserver import ForkServer
 from teleloader_server.workers.messages import Built, encode
@@ -39,7 +40,7 @@ async def test_a_fork_server_whose_process_cannot_be_watched_is_dropped(monkeypa
     """No descriptor is left for it: its channel is closed, so that it ends, and the event loop forgets the channel."""
     ours, socket = Channel.pair()
     theirs = Channel(socket)
-    theirs.send(encode(Built(os.getpid(), [])))
+    theirs.send(encode(Built(os.getpid(), [], UNKNOWN)))
 
     def too_many(_: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

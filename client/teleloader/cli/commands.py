@@ -15,6 +15,7 @@ from teleloader.cli import peek as peeks
 from teleloader.cli import stats as statistics
 from teleloader.cli import top as top_screen
 from teleloader.cli import trace as tracing
+from teleloader.cli import versions as versioning
 from teleloader.cli.bench import BatchFailed, Bench
 from teleloader.cli.bench import show as show_bench
 from teleloader.dataset import RemoteDataset
@@ -94,6 +95,7 @@ class Weight(click.ParamType):  # type: ignore[type-arg] # generic since click 8
     sections={
         "Statistics": ("stats", "top", "datasets", "workers", "errors", "trace"),
         "Batches": ("peek", "bench", "audit"),
+        "Versions": ("versions", "publish", "retire"),
     },
     context_settings=CONTEXT,
 )

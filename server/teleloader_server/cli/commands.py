@@ -212,10 +212,8 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
         configs = [*from_file, *(DatasetConfig.parse(text) for text in named), *(DEMO if demo else ())]
     if not configs:
         raise click.UsageError("no dataset: pass at least one as module:name, or --demo for the embedded dataset")
-    names = [dataset.name for dataset in configs]
-    for name in names:
-        if names.count(name) > 1:
-            raise click.UsageError(f"duplicate dataset name {name!r}: rename one dataset with NAME=module:name")
+    with _usage_errors():
+        _check_names(configs)
     return configs
 
 
@@ -227,17 +225,29 @@ def _read_again(path: Path, named: Sequence[str], *, demo: bool) -> list[Dataset
     """
     _, _, from_file = read_toml(path)
     configs = [*from_file, *map(DatasetConfig.parse, named), *(DEMO if demo else ())]
-    names = [config.name for config in configs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"duplicate dataset name {name!r}: rename one dataset in {path}")
+    _check_names(configs)
     return configs
 
 
-def _pools_of_revision(
-    limits: Limits, isolation: Isolation, configs: Sequence[DatasetConfig], num_workers: int
-) -> ConfiguredPools:
-    return ConfiguredPools(configs, replace(limits, num_workers=num_workers), isolation, is_reloaded=True)
+def _check_names(configs: Sequence[DatasetConfig]) -> None:
+    """Raise `ConfigError` if two datasets have the same name."""
+    names = [config.name for config in configs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"duplicate dataset name {name!r}: rename one dataset with NAME=module:name")
+
+
+def _config_source(
+    read: Callable[[], Sequence[DatasetConfig]] | None, limits: Limits, isolation: Isolation
+) -> ConfigSource | None:
+    """Return the source of the versions that the server publishes; None if it cannot publish."""
+    if read is None or limits.num_workers == 0:  # without workers, this process has imported the previous code
+        return None
+
+    def pools(configs: Sequence[DatasetConfig], num_workers: int) -> ConfiguredPools:
+        return ConfiguredPools(configs, replace(limits, num_workers=num_workers), isolation, is_reloaded=True)
+
+    return ConfigSource(read, pools)
 
 
 _CONTEXT: Final = {**CONTEXT, "auto_envvar_prefix": "TELELOADER"}
@@ -522,8 +532,7 @@ async def _serve(
         listener.check_protection(listening)
     service = LoaderService(pools, limits, client_limits)
     service.ports = None if listener.ports is None else list(listener.ports)
-    if read is not None and limits.num_workers:  # without workers, this process has imported the previous code
-        service.publisher.source = ConfigSource(read, partial(_pools_of_revision, limits, pools.isolation))
+    service.publisher.source = _config_source(read, limits, pools.isolation)
     raise_file_limit()
     web = Server(service, host, port, grace, listener.authenticator, listener.tls, listener.fleet.client_tls)
     url = advertised_url(listener.fleet, url_of(listening, web.scheme), listening.getsockname()[0])

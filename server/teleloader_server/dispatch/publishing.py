@@ -45,6 +45,9 @@ class Publisher:
     """Function that ends the requests and sessions of a version's loaders, and returns the number of loaders."""
     source: ConfigSource | None = None
     """Source of the configurations; None if the server cannot publish."""
+    reserve: Callable[[int], object] = lambda num_workers: None
+    """Function that reserves file descriptors for all shared workers, given their number; set by the web server. It
+    raises `ConfigError` if there are too few."""
     last_error: str | None = None
     """Error of the last publication; None if it succeeded."""
     _running: asyncio.Task[list[PublishedVersion]] | None = field(default=None, init=False)
@@ -86,8 +89,10 @@ class Publisher:
         """Start the workers of new versions, and add the versions once a worker is ready."""
         named = ", ".join(f"{config.name} {config.version!r}" for config in configs)
         logger.info("publishing %s: starting workers in a new fork server", named)
-        number = self.engines.add(source.pools(configs, self.engines.num_workers or 1))
+        num_workers = self.engines.num_workers or 1
+        number = self.engines.add(source.pools(configs, num_workers))
         try:
+            self.reserve(num_workers * len(self.engines.revisions))
             engine = await self.engines.shared(number)
             await _until_ready(engine)
         except BaseException:

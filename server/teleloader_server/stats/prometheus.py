@@ -156,6 +156,9 @@ class _Now(Collector):
                 _add(stages, [dataset.dataset, stage], histogram)
         yield errors
         yield stages
+        versions = {found.dataset: len(found.versions) for found in self._stats.datasets if found.versions}
+        if versions:
+            yield _gauge("dataset_versions", "Versions of a dataset that loaders can use.", "dataset", versions)
 
     def _of_consumers(self) -> Iterator[Metric]:
         held = GaugeMetricFamily(

@@ -154,6 +154,7 @@ class Server(uvicorn.Server):
         http = HttpCounters()
         self._connections = ConnectionManager(limits, self.authenticator, http)
         service.connections = lambda: len(self._connections.connections)
+        service.publisher.reserve = self._reserve
         self._exit_requested = asyncio.Event()
         app = create_app(service, self.authenticator, client_tls)
         self._state = app.state
@@ -212,6 +213,10 @@ class Server(uvicorn.Server):
     def summary(self) -> ServerSummary:
         """Return the figures for the announcements of this server; must be called in the server's event loop."""
         return self._collector.summary()
+
+    def _reserve(self, num_workers: int) -> None:
+        """Limit the connections so that the workers have enough file descriptors."""
+        self._connections.limits = limits_for(self._service.client_limits, num_workers)
 
     @property
     def scheme(self) -> str:

@@ -75,7 +75,7 @@ def make_lifecycle_router() -> APIRouter:
         caller_of(request).authorize(ADMIN)  # again: the token may have been revoked before the body arrived
         try:
             service = service_of(request)
-            limits = limits_for(service.client_limits, count)
+            limits = limits_for(service.client_limits, count * len(service.engines.revisions))
             service.resize(count)
             _lifecycle_of(request).connections.limits = limits
         except (ConfigError, InvalidSpec) as error:
