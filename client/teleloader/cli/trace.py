@@ -248,15 +248,25 @@ class _Events:
         self._add("e", name, end, pid, _QUEUES, cat="queue", id=self._asyncs)
 
     def flow(self, spans: Sequence[_Span]) -> None:
-        """Add arrows from each slice to the next one."""
-        if len(spans) < 2:
+        """Add arrows from each slice to the next one, without slices that end before the previous arrow.
+
+        Perfetto reads events in the order of their times, and drops those of a flow that precede its start.
+        """
+        points: list[tuple[int, _Span]] = []
+        at = 0
+        for span in spans:
+            at = max(at, (span.start + span.end) // 2)
+            if at <= span.end:
+                points.append((at, span))
+            else:
+                at = points[-1][0]
+        if len(points) < 2:
             return
         self._flows += 1
-        for place, span in enumerate(spans):
-            phase = "s" if place == 0 else "f" if place == len(spans) - 1 else "t"
+        for place, (at, span) in enumerate(points):
+            phase = "s" if place == 0 else "f" if place == len(points) - 1 else "t"
             bound = {"bp": "e"} if phase != "s" else {}
-            middle = (span.start + span.end) // 2
-            self._add(phase, "batch", middle, span.pid, span.tid, cat="batch", id=self._flows, **bound)
+            self._add(phase, "batch", at, span.pid, span.tid, cat="batch", id=self._flows, **bound)
 
 
 def build(recordings: Sequence[Recording]) -> dict[str, Any]:
