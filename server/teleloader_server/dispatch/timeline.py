@@ -72,8 +72,8 @@ class Timeline:
         self._reporting: OrderedDict[tuple[str, str], float] = OrderedDict()
         """Consumers that were requested to report, with the time of their last response, in the order of these times.
 
-        There are at most `MAX_CLIENTS`, so that reports of thousands of clients do not delay batches. A consumer without
-        a response for `REQUESTED_S` makes room for another one: each epoch has a consumer of its own.
+        There are at most `MAX_CLIENTS`, so that reports of thousands of clients do not delay batches. A consumer
+        without a response for `REQUESTED_S` is replaced by another one: each epoch has a consumer of its own.
         """
 
     # -- recording, for each batch
