@@ -132,31 +132,43 @@ def record(source: Source, seconds: float, batches: int | None, file: str) -> No
         click.echo("teleloader: no client reported its part: only the servers' parts are in the trace", err=True)
 
 
+@dataclass(slots=True)
+class _Source:
+    """Server process whose timeline is recorded."""
+
+    server: BatchServer
+    clock: ClockEstimate
+    recording: Recording
+    start: float
+    """Start of the recording by the server's clock."""
+    computed: int
+    """Number of the next computed batch."""
+    sent: int
+    """Number of the next response."""
+    fails: bool = False
+    """True if the last request failed."""
+
+
 class _Recorder:
     """Reader of the timelines of several servers."""
 
     def __init__(self, servers: Sequence[BatchServer]) -> None:
-        self._servers: list[tuple[BatchServer, ClockEstimate, Recording, float]] = []
-        self._next: dict[str, tuple[int, int]] = {}
-        """Numbers of the next computed batch and response, by URL."""
+        self._sources: list[_Source] = []
+        self._ended: list[Recording] = []
+        """Recordings of server processes that were restarted."""
         errors = []
         for server in servers:
-            clock = ClockEstimate()
             try:
-                found = _timeline(server, clock, 2**62, 2**62)
+                self._sources.append(_source(server))
             except TeleloaderError as error:
                 errors.append(error)
                 click.echo(f"teleloader: {printable(str(error))}", err=True)
-                continue
-            self._next[server.url] = found.computed_total, found.sent_total
-            recording = Recording(server.url, found.host, found.pid, found.stages, clock.offset or Offset(0.0, 0.0))
-            self._servers.append((server, clock, recording, found.now))
-        if not self._servers:
+        if not self._sources:
             raise errors[0]
 
     @property
     def recordings(self) -> list[Recording]:
-        return [recording for _, _, recording, _ in self._servers]
+        return [*self._ended, *(source.recording for source in self._sources)]
 
     @property
     def batches(self) -> int:
@@ -164,16 +176,44 @@ class _Recorder:
 
     def read(self) -> None:
         """Read the batches and responses since the last call, and the reports of clients."""
-        for server, clock, recording, start in self._servers:
-            found = _timeline(server, clock, *self._next[server.url])
-            self._next[server.url] = found.computed_total, found.sent_total
-            recording.clock = clock.offset or recording.clock
-            recording.add(found, start)
+        for place, source in enumerate(self._sources):
+            try:
+                found = _timeline(source.server, source.clock, source.computed, source.sent)
+                if found.pid == source.recording.pid:
+                    source.computed, source.sent = found.computed_total, found.sent_total
+                    source.recording.clock = source.clock.offset or source.recording.clock
+                    source.recording.add(found, source.start)
+                else:  # a new process counts from 0, and may be on a machine with another clock
+                    self._sources[place] = _source(source.server)
+                    self._ended.append(source.recording)
+                source.fails = False
+            except TeleloaderError as error:
+                _report(source, error)
 
     def read_clients(self) -> None:
         """Read the reports of clients alone."""
-        for server, clock, recording, start in self._servers:
-            recording.add(_timeline(server, clock, 2**62, 2**62), start)
+        for source in self._sources:
+            try:
+                source.recording.add(_timeline(source.server, source.clock, 2**62, 2**62), source.start)
+            except TeleloaderError as error:
+                _report(source, error)
+
+
+def _source(server: BatchServer) -> _Source:
+    """Start the recording of a server."""
+    clock = ClockEstimate()
+    found = _timeline(server, clock, 2**62, 2**62)
+    recording = Recording(server.url, found.host, found.pid, found.stages, clock.offset or Offset(0.0, 0.0))
+    return _Source(server, clock, recording, found.now, found.computed_total, found.sent_total)
+
+
+def _report(source: _Source, error: TeleloaderError) -> None:
+    """Print the first of successive errors: the other servers are still recorded."""
+    if not source.fails:
+        click.echo(
+            f"teleloader: {printable(str(error))}. The recording continues without {source.server.url}", err=True
+        )
+    source.fails = True
 
 
 def _timeline(server: BatchServer, clock: ClockEstimate, computed: int, sent: int) -> Timeline:
