@@ -202,8 +202,12 @@ class _Queue(QueueHandler):
         self.count_lost()
 
     def count_lost(self) -> None:
-        """Count an event that was lost."""
-        self._lost += 1
+        """Count a lost event; with the lock of `emit`, because the writing thread calls it as well."""
+        self.acquire()
+        try:
+            self._lost += 1
+        finally:
+            self.release()
 
 
 class _Listener(QueueListener):

@@ -24,6 +24,7 @@ from teleloader_shared import local
 from teleloader_shared.codec import DEFAULT_MAX_BATCH_BYTES
 from teleloader_shared.secret import Secret
 from teleloader_shared.spec import DEFAULT_COLLATE
+from teleloader_shared.text import missing_package
 
 DEFAULT_NAME: Final = "dataset"
 
@@ -179,9 +180,7 @@ class _LocalServer:
 
             loop = uvloop.new_event_loop()
         except ModuleNotFoundError as error:
-            self._started.set_exception(
-                ConfigError(f"serve() requires {error.name}, which is not installed: pip install 'teleloader[server]'")
-            )
+            self._started.set_exception(ConfigError(missing_package("serve()", error, "server")))
             return
         except OSError as error:
             self._started.set_exception(OSError(error.errno, shortage(error)))

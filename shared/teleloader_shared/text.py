@@ -36,6 +36,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
 
 
+def missing_package(what: str, error: ModuleNotFoundError, extra: str) -> str:
+    """Return the message that a package of an optional dependency is not installed.
+
+    Args:
+        what: Command or function that requires the package.
+        error: Error of the import.
+        extra: Extra of teleloader that installs the package.
+    """
+    package = str(error.name).partition(".")[0]
+    return f"{what} requires {package}, which is not installed: pip install 'teleloader[{extra}]'"
+
+
 class _Short(reprlib.Repr):
     """Length-limited ``repr`` whose time and memory do not depend on the size of the value.
 

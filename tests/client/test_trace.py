@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teleloader.cli.trace import Recording, build
+from teleloader.cli.stats import Source
+from teleloader.cli.trace import Recording, build, record
 from teleloader.timings import Offset
-from teleloader_shared.inspection import BatchTimes, ClientTimes, Received, SendTimes, Step, Waited
+from teleloader_shared.errors import ServerUnavailable, TeleloaderError
+from teleloader_shared.inspection import BatchTimes, ClientTimes, Received, SendTimes, Step, Timeline, Waited
 from tests.client.trace_rules import problems
 
 AT = st.floats(0, 1000, allow_nan=False)
@@ -118,3 +124,48 @@ def test_servers_are_on_one_clock() -> None:
     assert other[0] - one[0] == 100.0
     described = trace["otherData"]["servers"][1]
     assert (described["clock_offset_s"], described["clock_uncertainty_s"]) == (-500.0, 0.003)
+
+
+class Answering:
+    """Server with a timeline of the responses in a list, of which the last one is repeated."""
+
+    def __init__(self, *responses: dict[str, Any] | TeleloaderError) -> None:
+        self.url = "http://a"
+        self._left = [*responses]
+
+    def inspect(self, path: str, most: int) -> dict[str, Any]:
+        """Return the next response, or raise the next error."""
+        del path, most
+        found = self._left.pop(0) if len(self._left) > 1 else self._left[0]
+        if isinstance(found, TeleloaderError):
+            raise found
+        return found
+
+
+def timeline(pid: int, *numbers: int) -> dict[str, Any]:
+    """Return the response of a server process that has computed some batches."""
+    computed = [asdict(batch(number, 1.0 + number)) for number in numbers]
+    found = Timeline(1.0, 1.0, "host", pid, STAGES, [], [], [], len(numbers), 0)
+    return {**asdict(found), "computed": computed}
+
+
+def test_a_restart_of_a_server_does_not_end_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The batches of the process before remain, although those of the next process have the same numbers."""
+    monkeypatch.setattr("teleloader.cli.trace.POLL_S", 0)
+    monkeypatch.setattr("teleloader.cli.trace.CLIENT_S", 0)
+    down = ServerUnavailable("no response from http://a")
+    server = Answering(
+        timeline(1), timeline(1, 0, 1), down, down, timeline(2), down, timeline(2), timeline(2), timeline(2, 0)
+    )
+    source = SimpleNamespace(servers=[server], read=list)
+    record(cast(Source, source), 5.0, 3, str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert problems(trace) == []
+    processes = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert processes == {"server http://a (host, pid 1)", "server http://a (host, pid 2)"}
+    assert len(spans(trace, "batch 0")) == 2
+    assert len(spans(trace, "batch 1")) == 1
+    assert len(trace["otherData"]["servers"]) == 2
+    assert capsys.readouterr().err.count("no response from http://a") == 1

@@ -11,7 +11,16 @@ def problems(trace: dict[str, Any]) -> list[str]:
     """Return the violations: missing keys, negative durations, slices that cross, and flows or pairs without an end."""
     events = trace["traceEvents"]
     found = [f"event {event} lacks a key" for event in events if any(name not in event for name in REQUIRED)]
-    return found or [*crossing(events), *unpaired(events)]
+    return found or [*crossing(events), *unpaired(events), *backward(events)]
+
+
+def backward(events: list[dict[str, Any]]) -> list[str]:
+    """Return the flows and asynchronous slices with an event before the previous one, which Perfetto drops."""
+    times: dict[tuple[str, int], list[float]] = {}
+    for event in events:
+        if event["ph"] in "stfbe":
+            times.setdefault((event["cat"], event["id"]), []).append(event["ts"])
+    return [f"{key} has the times {each}" for key, each in times.items() if each != sorted(each)]
 
 
 def crossing(events: list[dict[str, Any]]) -> list[str]:

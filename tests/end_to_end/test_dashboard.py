@@ -464,15 +464,36 @@ def test_plots_are_used_by_keyboard(server: MadeUpServer, open_page: Open) -> No
     page = open_page(server.url)
     until(page.locator("#plots"), "125")
     charts = page.locator("#charts")
-    charts.press("+")
+
+    def press_and_load(key: str) -> None:
+        count = len(server.queries)
+        charts.press(key)
+        eventually(lambda: any(until is not None for _, until in server.queries[count:]))
+
+    press_and_load("+")
     until(page.locator("#period"), ", zoomed")
     assert 149 <= shown_seconds(page) <= 151
     first = page.locator("#period").inner_text()
-    charts.press("ArrowLeft")
+    press_and_load("ArrowLeft")
     assert page.locator("#period").inner_text() != first
     assert 149 <= shown_seconds(page) <= 151
+    page.wait_for_timeout(200)  # the response is shown
+    press_and_load("ArrowRight")
+    assert page.locator("#period").inner_text() == first
     charts.press("-")
     assert 299 <= shown_seconds(page) <= 301
+
+
+def test_the_diagnosis_over_time_follows_the_view(server: MadeUpServer, open_page: Open) -> None:
+    """A diagnosis that remains visible is drawn at its place in the new view."""
+    page = open_page(server.url)
+    workers = page.locator("#lane span", has_text="workers")
+    left = "element => parseFloat(element.style.left)"
+    until(page.locator("#lane"), "workers")
+    assert 60 <= workers.evaluate(left) <= 70, "second 3,500 in the five minutes from second 3,300 on"
+    page.locator("#charts").press("+")
+    until(page.locator("#period"), ", zoomed")
+    assert 75 <= workers.evaluate(left) <= 90, "second 3,500 in the 150 seconds from second 3,375 on"
 
 
 def test_the_series_of_a_run_can_be_selected(server: MadeUpServer, open_page: Open) -> None:

@@ -15,7 +15,7 @@ import pytest
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
 from tests.conftest import StartServer
-from tests.end_to_end import inspected
+from tests.end_to_end import hosted, inspected
 from tests.end_to_end.browser import Visit, violations
 from tests.end_to_end.test_access import TokenTable
 
@@ -143,6 +143,21 @@ def test_the_page_of_a_worker_shows_its_stack(servers: ExitStack, open_page: Ope
     assert violations(page) == []
     page.get_by_role("button", name="Close").click()
     page.locator("#worker").wait_for(state="hidden")
+
+
+def test_the_times_of_the_last_batches_are_relative_to_the_newest(servers: ExitStack, open_page: Open) -> None:
+    """While the page is open, a batch that was the last one is shown with its distance to the new last one."""
+    url = servers.enter_context(serve(hosted.Samples(int, 16), num_workers=1))
+    load(url, 1, batch_size=8, seed=0)
+    page = open_page(url, "/#worker-0")
+    rows = page.locator("#worker-batches tbody tr")
+    until(rows.first, "of epoch 1")
+    until(rows.first, "last")
+    load(url, 2, batch_size=8, seed=0)
+    until(rows.first, "of epoch 2")
+    earlier = rows.filter(has_text="of epoch 1").all_inner_texts()
+    assert len(earlier) == 2
+    assert all("before" in text and "last" not in text for text in earlier)
 
 
 def test_without_admin_the_page_says_why_it_shows_no_stack(

@@ -109,7 +109,7 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str) -> Non
     """The error is one line, as that of teleloader-server."""
     done = piped(f"import sys; sys.modules[{missing!r}] = None; {TOOLS}", "stats", NOWHERE)
     assert (done.code, done.err) == (
-        1, f"teleloader: the command requires {missing}, which is not installed: pip install 'teleloader[cli]'\n"
+        1, f"teleloader requires {missing}, which is not installed: pip install 'teleloader[cli]'\n"
     )  # fmt: skip
 
 

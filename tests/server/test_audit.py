@@ -6,8 +6,10 @@ import fcntl
 import json
 import logging
 import os
+import queue
 import sys
 import termios
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -98,6 +100,26 @@ def test_events_without_room_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
     lost = sum(line["count"] for line in lines if line["event"] == "lost")
     assert numbers == sorted(numbers)
     assert len(numbers) < 200 <= len(numbers) + lost
+
+
+def test_events_lost_at_the_same_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that the writing thread loses while the number of lost events is written is in the next number."""
+    handler = audit._Queue(queue.Queue())
+    handler.count_lost()
+    prepare = handler.prepare
+    writing = threading.Thread(target=handler.count_lost)
+
+    def prepare_slowly(event: logging.LogRecord) -> Any:
+        if event.getMessage() == "lost":
+            writing.start()
+            writing.join(0.2)
+        return prepare(event)
+
+    monkeypatch.setattr(handler, "prepare", prepare_slowly)
+    handler.handle(logging.makeLogRecord({"msg": "read"}))
+    writing.join()
+    lost, _ = handler.queue.get_nowait(), handler.queue.get_nowait()
+    assert lost.fields["count"] + handler._lost == 2
 
 
 def test_a_full_disk_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teleloader_server.dispatch.counters import Counters
+from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.stats.history import (
     LABELS,
     MAX_BYTES,
@@ -24,6 +30,7 @@ from teleloader_server.stats.history import (
     series_of,
     span_of,
 )
+from teleloader_server.stats.recorder import Recorder, Tick
 from teleloader_shared.history import (
     CONSUMER_SERIES,
     DATASET_SERIES,
@@ -170,6 +177,25 @@ def test_the_memory_of_all_series_is_bounded_as_documented() -> None:
         loops.keep(number, None, number)
     assert (len(datasets), len(loops)) == (MAX_DATASETS, MAX_LOOPS)
     assert datasets.nbytes + loops.nbytes + Ring(len(SERVER_SERIES) + 1).nbytes == MAX_BYTES
+
+
+def test_more_active_datasets_than_series_do_not_replace_one_another() -> None:
+    """The first datasets keep their history: replaced every second, none of them would have one."""
+    counters = Counters()
+    limits = SimpleNamespace(memory_budget=1)
+    service = SimpleNamespace(counters=counters, limits=limits, num_workers=1, draining=asyncio.Event())
+    started = time.monotonic()
+    recorder = Recorder(cast(LoaderService, service), started)
+    names = [f"{number:02}" for number in range(MAX_DATASETS + 8)]
+    for second in (1.5, 2.5, 3.5, 4.5, 5.5):
+        for name in names:
+            counters.datasets[name].sent += 1
+        recorder.record(started + second, [], Tick(0.0, None, []))
+        for name in names:
+            counters.datasets[name].mark(started + second)
+    found = recorder.history(started + 6.5, since=1, until=6, step=1, dataset=names[0], consumer=None)
+    assert found.datasets == names[:MAX_DATASETS]
+    assert None not in found.series["batches_per_second"].mean
 
 
 def test_the_oldest_events_are_dropped() -> None:

@@ -101,6 +101,17 @@ def test_clients_report_only_while_the_timeline_is_requested(monkeypatch: pytest
     assert timeline.wants_client("token", "another"), "each request selects the consumers anew"
 
 
+def test_later_epochs_report_while_the_timeline_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each epoch is a consumer with a new name: ended epochs do not keep later ones from reporting."""
+    timeline, now = Timeline(), 100.0
+    monkeypatch.setattr("teleloader_server.dispatch.timeline.clock", lambda: now)
+    for epoch in range(3 * MAX_CLIENTS):
+        now += 1.0
+        timeline.request_clients(now)
+        assert timeline.wants_client("token", "other#0"), "a consumer that receives batches keeps its place"
+        assert timeline.wants_client("token", f"loop#{epoch}")
+
+
 VALID = {"host": "h", "pid": 1, "run": "train.py", "seconds": 10.0, "uncertainty": 0.5,
          "received": [[0, 2, 1.0, 2.0, 3.0]], "waits": [[0, 1.0, 2.0]], "steps": [[0, 2.0]]}  # fmt: skip
 

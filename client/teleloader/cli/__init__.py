@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from teleloader_shared.exit_codes import EXIT_FAILED, quiet_exits
+from teleloader_shared.exit_codes import quiet_exits
+from teleloader_shared.text import missing_package
 
 
 def main() -> None:
@@ -14,10 +15,5 @@ def main() -> None:
             from teleloader.cli.commands import teleloader
             from teleloader_shared.command_line import run
         except ModuleNotFoundError as error:
-            missing = str(error.name).partition(".")[0]
-            print(
-                f"teleloader: the command requires {missing}, which is not installed: pip install 'teleloader[cli]'",
-                file=sys.stderr,
-            )
-            sys.exit(EXIT_FAILED)
+            sys.exit(missing_package("teleloader", error, "cli"))
         run(teleloader, "teleloader")

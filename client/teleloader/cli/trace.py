@@ -132,31 +132,43 @@ def record(source: Source, seconds: float, batches: int | None, file: str) -> No
         click.echo("teleloader: no client reported its part: only the servers' parts are in the trace", err=True)
 
 
+@dataclass(slots=True)
+class _Source:
+    """Server process whose timeline is recorded."""
+
+    server: BatchServer
+    clock: ClockEstimate
+    recording: Recording
+    start: float
+    """Start of the recording by the server's clock."""
+    computed: int
+    """Number of the next computed batch."""
+    sent: int
+    """Number of the next response."""
+    fails: bool = False
+    """True if the last request failed."""
+
+
 class _Recorder:
     """Reader of the timelines of several servers."""
 
     def __init__(self, servers: Sequence[BatchServer]) -> None:
-        self._servers: list[tuple[BatchServer, ClockEstimate, Recording, float]] = []
-        self._next: dict[str, tuple[int, int]] = {}
-        """Numbers of the next computed batch and response, by URL."""
+        self._sources: list[_Source] = []
+        self._ended: list[Recording] = []
+        """Recordings of server processes that were restarted."""
         errors = []
         for server in servers:
-            clock = ClockEstimate()
             try:
-                found = _timeline(server, clock, 2**62, 2**62)
+                self._sources.append(_source(server))
             except TeleloaderError as error:
                 errors.append(error)
                 click.echo(f"teleloader: {printable(str(error))}", err=True)
-                continue
-            self._next[server.url] = found.computed_total, found.sent_total
-            recording = Recording(server.url, found.host, found.pid, found.stages, clock.offset or Offset(0.0, 0.0))
-            self._servers.append((server, clock, recording, found.now))
-        if not self._servers:
+        if not self._sources:
             raise errors[0]
 
     @property
     def recordings(self) -> list[Recording]:
-        return [recording for _, _, recording, _ in self._servers]
+        return [*self._ended, *(source.recording for source in self._sources)]
 
     @property
     def batches(self) -> int:
@@ -164,16 +176,44 @@ class _Recorder:
 
     def read(self) -> None:
         """Read the batches and responses since the last call, and the reports of clients."""
-        for server, clock, recording, start in self._servers:
-            found = _timeline(server, clock, *self._next[server.url])
-            self._next[server.url] = found.computed_total, found.sent_total
-            recording.clock = clock.offset or recording.clock
-            recording.add(found, start)
+        for place, source in enumerate(self._sources):
+            try:
+                found = _timeline(source.server, source.clock, source.computed, source.sent)
+                if found.pid == source.recording.pid:
+                    source.computed, source.sent = found.computed_total, found.sent_total
+                    source.recording.clock = source.clock.offset or source.recording.clock
+                    source.recording.add(found, source.start)
+                else:  # a new process counts from 0, and may be on a machine with another clock
+                    self._sources[place] = _source(source.server)
+                    self._ended.append(source.recording)
+                source.fails = False
+            except TeleloaderError as error:
+                _report(source, error)
 
     def read_clients(self) -> None:
         """Read the reports of clients alone."""
-        for server, clock, recording, start in self._servers:
-            recording.add(_timeline(server, clock, 2**62, 2**62), start)
+        for source in self._sources:
+            try:
+                source.recording.add(_timeline(source.server, source.clock, 2**62, 2**62), source.start)
+            except TeleloaderError as error:
+                _report(source, error)
+
+
+def _source(server: BatchServer) -> _Source:
+    """Start the recording of a server."""
+    clock = ClockEstimate()
+    found = _timeline(server, clock, 2**62, 2**62)
+    recording = Recording(server.url, found.host, found.pid, found.stages, clock.offset or Offset(0.0, 0.0))
+    return _Source(server, clock, recording, found.now, found.computed_total, found.sent_total)
+
+
+def _report(source: _Source, error: TeleloaderError) -> None:
+    """Print the first of successive errors: the other servers are still recorded."""
+    if not source.fails:
+        click.echo(
+            f"teleloader: {printable(str(error))}. The recording continues without {source.server.url}", err=True
+        )
+    source.fails = True
 
 
 def _timeline(server: BatchServer, clock: ClockEstimate, computed: int, sent: int) -> Timeline:
@@ -248,15 +288,25 @@ class _Events:
         self._add("e", name, end, pid, _QUEUES, cat="queue", id=self._asyncs)
 
     def flow(self, spans: Sequence[_Span]) -> None:
-        """Add arrows from each slice to the next one."""
-        if len(spans) < 2:
+        """Add arrows from each slice to the next one, without slices that end before the previous arrow.
+
+        Perfetto reads events in the order of their times, and drops those of a flow that precede its start.
+        """
+        points: list[tuple[int, _Span]] = []
+        at = 0
+        for span in spans:
+            at = max(at, (span.start + span.end) // 2)
+            if at <= span.end:
+                points.append((at, span))
+            else:
+                at = points[-1][0]
+        if len(points) < 2:
             return
         self._flows += 1
-        for place, span in enumerate(spans):
-            phase = "s" if place == 0 else "f" if place == len(spans) - 1 else "t"
+        for place, (at, span) in enumerate(points):
+            phase = "s" if place == 0 else "f" if place == len(points) - 1 else "t"
             bound = {"bp": "e"} if phase != "s" else {}
-            middle = (span.start + span.end) // 2
-            self._add(phase, "batch", middle, span.pid, span.tid, cat="batch", id=self._flows, **bound)
+            self._add(phase, "batch", at, span.pid, span.tid, cat="batch", id=self._flows, **bound)
 
 
 def build(recordings: Sequence[Recording]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import sys
 
 from teleloader_shared.exit_codes import quiet_exits
+from teleloader_shared.text import missing_package
 
 
 def main() -> None:
@@ -16,9 +17,7 @@ def main() -> None:
             from teleloader_server.cli.group import commands
             from teleloader_shared.command_line import run
         except ModuleNotFoundError as error:
-            sys.exit(
-                f"teleloader-server requires {error.name}, which is not installed: pip install 'teleloader[server]'"
-            )
+            sys.exit(missing_package("teleloader-server", error, "server"))
         run(commands, "teleloader-server")
 
 

@@ -212,7 +212,7 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
         configs = [*from_file, *(DatasetConfig.parse(text) for text in named), *(DEMO if demo else ())]
     if not configs:
         raise click.UsageError("no dataset: pass at least one as module:name, or --demo for the embedded dataset")
-    with _usage_errors():
+    with usage_errors():
         _check_names(configs)
     return configs
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from teleloader_shared.command_line import CONTEXT, CommandGroup, write_commands
-from teleloader_shared.text import did_you_mean
+from teleloader_shared.text import did_you_mean, missing_package
 
 COMMANDS: Final = {
     "check": "Check datasets before use.",
@@ -44,9 +44,7 @@ class ServerGroup(CommandGroup):
             from teleloader_server.cli.commands import check, server
         except ModuleNotFoundError as error:
             extra = "ray" if cmd_name == "ray" else "server"
-            sys.exit(
-                f"teleloader-server requires {error.name}, which is not installed: pip install 'teleloader[{extra}]'"
-            )
+            sys.exit(missing_package("teleloader-server", error, extra))
         return {"check": check, _HOST: server}.get(cmd_name)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
-from teleloader_server.dispatch.error_log import ErrorLog
+from teleloader_server.dispatch.error_log import MAX_MESSAGE, MAX_SHOWN_INDICES, MAX_TRACEBACK, MAX_TYPE, ErrorLog
 from teleloader_server.dispatch.rates import RateWindow, Stopwatch, as_share
 from teleloader_server.dispatch.records import Consumer, Epoch, training_loop
 from teleloader_server.dispatch.timeline import Timeline
@@ -40,10 +40,6 @@ OTHER_ERRORS: Final = "other"
 
 The table is bounded because datasets can create exception types at run time.
 """
-MAX_TYPE: Final = 200
-MAX_MESSAGE: Final = 500
-MAX_TRACEBACK: Final = 4000
-MAX_SHOWN_INDICES: Final = 20
 MAX_KEPT_LIST: Final = 64 * 1024
 """Maximum size in bytes of an index list that is kept with a slow batch."""
 MAX_PRINCIPALS: Final = 1000

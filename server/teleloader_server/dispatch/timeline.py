@@ -69,9 +69,12 @@ class Timeline:
         self._sent: deque[_Sent] = deque(maxlen=MAX_BATCHES)
         self._clients: OrderedDict[tuple[str, str, int, str], ClientTimes] = OrderedDict()
         self._requested_until = 0.0
-        self._asked: set[tuple[str, str]] = set()
-        """Consumers that were requested to report: at most `MAX_CLIENTS`, so that reports of thousands of clients do
-        not delay batches."""
+        self._reporting: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """Consumers that were requested to report, with the time of their last response, in the order of these times.
+
+        There are at most `MAX_CLIENTS`, so that reports of thousands of clients do not delay batches. A consumer
+        without a response for `REQUESTED_S` is replaced by another one: each epoch has a consumer of its own.
+        """
 
     # -- recording, for each batch
 
@@ -121,16 +124,22 @@ class Timeline:
     def request_clients(self, now: float) -> None:
         """Make clients report their part of the timeline for the next `REQUESTED_S` seconds."""
         if now > self._requested_until:
-            self._asked.clear()
+            self._reporting.clear()
         self._requested_until = now + REQUESTED_S
 
     def wants_client(self, token: str, consumer: str) -> bool:
         """Return True if a consumer should report its part."""
-        if not self._requested_until or clock() > self._requested_until:
+        if not self._requested_until or (now := clock()) > self._requested_until:
             return False
-        if len(self._asked) < MAX_CLIENTS:
-            self._asked.add((token, consumer))
-        return (token, consumer) in self._asked
+        key, reporting = (token, consumer), self._reporting
+        if key not in reporting and len(reporting) >= MAX_CLIENTS:
+            oldest = next(iter(reporting))
+            if now - reporting[oldest] < REQUESTED_S:
+                return False
+            del reporting[oldest]
+        reporting[key] = now
+        reporting.move_to_end(key)
+        return True
 
     def add_client(self, times: ClientTimes) -> None:
         """Add a report of a client to its previous ones; keep the last `MAX_BATCHES` entries of each kind."""

@@ -230,17 +230,16 @@ class StatsCollector:
     # -- requests
 
     def worker(self, pool: str | None, worker: int) -> WorkerDetail | None:
-        """Return the details of a worker; None if there is no such worker.
+        """Return the details of a worker; None if its pool or ID is unknown.
 
         Args:
             pool: Name of the pool, as of `WorkerStats.loader`.
             worker: Worker ID.
         """
-        engine = self._engine(pool)
-        found = () if engine is None else engine.workers()
-        state, busy = next(((state, busy) for state, busy in found if state.worker == worker), (None, False))
-        if engine is None or state is None:
+        found = self._found(pool, worker)
+        if found is None:
             return None
+        engine, state, busy = found
         now, task = time.monotonic(), state.task
         return WorkerDetail(
             worker=worker,
@@ -259,16 +258,18 @@ class StatsCollector:
         )
 
     async def stack(self, pool: str | None, worker: int) -> WorkerStack | None:
-        """Return the current stacks of a worker; None if there is no such worker. Arguments as of `worker`."""
-        engine = self._engine(pool)
-        found = [] if engine is None else engine.pool.workers()
-        state = next((state for state in found if state.worker == worker), None)
-        if engine is None or state is None:
+        """Return the current stacks of a worker; None if its pool or ID is unknown. Arguments as of `worker`."""
+        found = self._found(pool, worker)
+        if found is None:
             return None
+        engine, state, _ = found
         return WorkerStack(worker, state.pid, await engine.pool.stacks(worker))
 
-    def _engine(self, pool: str | None) -> Engine | None:
-        return next((each for each in self._service.engines.started() if each.source.pool == pool), None)
+    def _found(self, pool: str | None, worker: int) -> tuple[Engine, WorkerState, bool] | None:
+        """Return the engine and the state of a worker, and whether it is busy."""
+        engines = (engine for engine in self._service.engines.started() if engine.source.pool == pool)
+        workers = ((engine, *known) for engine in engines for known in engine.workers())
+        return next((known for known in workers if known[1].worker == worker), None)
 
     def history(
         self,

@@ -109,7 +109,7 @@ class Recorder:
         self._started = started
         self._started_wall = time.time() - (time.monotonic() - started)
         self._server = Ring(len(SERVER_SERIES) + 1)
-        self._datasets: RingTable[str, None] = RingTable(len(DATASET_SERIES), MAX_DATASETS, 0)
+        self._datasets: RingTable[str, None] = RingTable(len(DATASET_SERIES), MAX_DATASETS, round(WINDOW))
         self._loops: RingTable[LoopKey, LoopState] = RingTable(len(CONSUMER_SERIES) + 1, MAX_LOOPS, round(WINDOW))
         self._marks = Marks()
         self._marks.add(0, "start", f"Server process {os.getpid()} started")

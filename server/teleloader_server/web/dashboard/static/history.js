@@ -133,9 +133,9 @@ export class HistoryView {
 
   // Return the seconds of the view; all seconds if the current one is unknown.
   #query() {
-    const { next } = this.#points;
-    if (next === null) return {};
-    if (this.#fixed === null) return { since: Math.max(0, next - this.#range) };
+    const { latest } = this.#points;
+    if (latest === null) return {};
+    if (this.#fixed === null) return { since: this.#points.secondOf(latest - this.#range) };
     const [low, high] = this.#fixed.map((time) => this.#points.secondOf(time));
     return { since: low, until: high + 1 };
   }
@@ -184,7 +184,7 @@ export class HistoryView {
   }
 
   #zoom(view) {
-    this.#fixed = this.#bounded(view, this.#points.now ?? 0);
+    this.#fixed = this.#bounded(view, this.#points.latest ?? 0);
     this.#zoomed = true;
     this.#draw();
     this.#load();
@@ -263,17 +263,19 @@ export class HistoryView {
     const known = labels.filter(({ bottleneck }) => bottleneck !== null);
     byId("lane").hidden = known.length === 0;
     const percentOf = (time) => (100 * (Math.min(high, Math.max(low, time)) - low)) / (high - low);
-    list(byId("lane"), known, ({ at, bottleneck }) => `${at} ${bottleneck}`, () => {
+    // the view moves, and elements are kept: each update has its own positions
+    const placed = known.map((label) => ({ ...label, left: percentOf(label.at), right: percentOf(label.until) }));
+    list(byId("lane"), placed, ({ at, bottleneck }) => `${at} ${bottleneck}`, () => {
       const element = make("span");
       return {
         element,
-        update({ at, until, bottleneck }) {
+        update({ at, until, bottleneck, left, right }) {
           const { name, tone } = labelOf(bottleneck);
           element.dataset.tone = tone;
           element.title = `${name}, ${clock(at)} to ${clock(until)}`;
-          element.style.left = `${percentOf(at)}%`;
-          element.style.width = `${percentOf(until) - percentOf(at)}%`;
-          say(element, percentOf(until) - percentOf(at) > 8 ? name : "");
+          element.style.left = `${left}%`;
+          element.style.width = `${right - left}%`;
+          say(element, right - left > 8 ? name : "");
         },
       };
     });

@@ -34,6 +34,7 @@ export class Points {
   #earlier = empty(); // of the processes before it
   #current = empty();
   #next = null; // second of the next point
+  #latest = 0; // second of the server's clock in the latest response, of which earlier points may be shown
 
   // Process ID of the current process; null before the first response.
   get pid() {
@@ -48,6 +49,11 @@ export class Points {
   // Time of the latest point's end, in Unix seconds of the server's clock.
   get now() {
     return this.#next === null ? null : this.#origin + this.#next;
+  }
+
+  // Time of the latest response, in Unix seconds of the server's clock; null before the first one.
+  get latest() {
+    return this.#next === null ? null : this.#origin + this.#latest;
   }
 
   // Time of the first point; null if there is none.
@@ -142,6 +148,7 @@ export class Points {
       }
     }
     this.#next = Math.min(since + points * step, now); // the last point may have fewer seconds
+    this.#latest = now;
   }
 
   #drop(part, oldest) {

@@ -54,25 +54,26 @@ export class WorkerPage {
     const doing = task === null ? found.state
       : `batch ${count(task.batch)} of epoch ${count(task.epoch)} of ${task.dataset} for ${duration(task.seconds)}${sample}`;
     say(byId("worker-state"), `${process}${own}: ${doing}.`);
-    const last = found.last_exit === null ? "" : ` Last exit: ${found.last_exit}.`;
+    const exit = found.last_exit === null ? "" : ` Last exit: ${found.last_exit}.`;
     const now = history.at(-1);
     const use = now === undefined ? "" : ` ${bytes(now.rss)} resident, ${number(now.cpu)} CPUs.`;
     say(byId("worker-facts"), `${plural(found.batches, "batch", "batches")}, ${plural(found.restarts, "restart")}, ` +
-      `${plural(found.recycled, "planned replacement")}.${use}${last}`);
+      `${plural(found.recycled, "planned replacement")}.${use}${exit}`);
     byId("worker-history").replaceChildren(...chart(history));
-    const first = found.recent[0]?.ready_at ?? 0;
-    list(this.#table.body, found.recent, ({ number: key }) => key, () => this.#row(first));
+    const last = found.recent[0]?.ready_at ?? 0;
+    const recent = found.recent.map((one) => ({ ...one, before: last - one.ready_at }));
+    list(this.#table.body, recent, ({ number: key }) => key, () => this.#row());
     this.#table.element.hidden = found.recent.length === 0;
   }
 
-  #row(first) {
+  #row() {
     const cells = TITLES.map(() => make("span"));
     return {
       element: this.#table.row(...cells),
       update(one) {
         const texts = [
           `${one.batch} of epoch ${one.epoch}${one.failed ? ", failed" : ""}`,
-          one.ready_at === first ? "last" : `${duration(first - one.ready_at)} before`,
+          one.before === 0 ? "last" : `${duration(one.before)} before`,
           duration(Math.max(0, one.began_at - one.assigned_at)),
           ...one.stages.slice(0, 3).map(duration),
           count(one.samples),
