@@ -551,7 +551,13 @@ class DataLoader(Generic[Batch]):
         self._progress, self._last = iteration.progress, weakref.ref(iterator)
         self._measures = iteration.measures
         self._next = Position(begun.epoch + 1)
-        following = replace(start, position=self._next, lists=None, before=iteration.measures)
+        following = replace(
+            start,
+            spec=iteration.spec,
+            position=self._next._replace(base_seed=iterator.base_seed if self._keeps_workers else None),
+            lists=None,
+            before=iteration.measures,
+        )
         self._next_epoch = self._prefetchable(following)
         if self._next_epoch is not None:
             # weak: without the loader, no other epoch can start
@@ -559,8 +565,11 @@ class DataLoader(Generic[Batch]):
 
     def _prefetchable(self, start: Start) -> NextEpoch | None:
         """Return the object that prefetches an epoch, or None if the batches depend on when the epoch starts."""
-        if not self.prefetch_next_epoch or not start.order.has_plan or start.spec.session is not None:
+        has_order = start.order.can_forecast if start.order.is_drawn else start.order.has_plan
+        if not self.prefetch_next_epoch or not has_order:
             return None
+        if self._is_live or (start.order.has_plan and start.spec.session is not None):
+            return None  # private workers copy the dataset when the epoch starts
         if start.channel is not None and not start.channel.is_leader:
             return None
         return None if isinstance(self._remote, DirectDataset) else NextEpoch(start, self._remote)
@@ -578,6 +587,7 @@ class DataLoader(Generic[Batch]):
         spec = self._spec_of_iteration(order, before)
         has_other_workers = spec != before if before is not None else self._progress is None
         states = None if self._progress is None else self._progress.next.shard_states
+        draws_base_seeds = self.generator is not None or self._output == "torch"
         return Start(
             spec=spec,
             order=order,
@@ -591,6 +601,8 @@ class DataLoader(Generic[Batch]):
             timeout=self.timeout,
             keeps_workers=self._keeps_workers,
             seeded=self._seed is not None,
+            base_seeds=self._seed if draws_base_seeds or self._seed is not None else 0,
+            generator=self.generator,
             max_batch_bytes=self._max_batch_bytes,
             transform=self.device_transform,
             device_ahead=self.device_ahead,
@@ -749,10 +761,13 @@ class DataLoader(Generic[Batch]):
         self._next = position
         self._progress = self._iterator = self._next_epoch = None
         # before its first use of an accelerator, the process may still select a device, or fork
-        if order.has_plan and not initializes_device(self.device, pin_memory=self.pin_memory):
-            self._next_epoch = self._prefetchable(self._start(order, None, None, self._placement()))
+        if not order.has_shards and not initializes_device(self.device, pin_memory=self.pin_memory):
+            start = self._start(order, None, None, self._placement())
+            self._next_epoch = self._prefetchable(start)
             if self._next_epoch is not None:
-                self._next_epoch.prefetch(0, 0.0)
+                with self._random_state(order).forecasting(position.random):
+                    window = start.prefetch_factor * max(1, self.num_workers)
+                    self._next_epoch.prefetch(0, 0.0, window)
 
     def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
         """Return the values that must be equal in a loader that resumes from this loader's state."""
