@@ -64,6 +64,16 @@ class Forecast:
         return all(k in drawn and drawn[k] == indices for k, indices in self.expected.items())
 
 
+def copied(generator: Any) -> Any:
+    """Return a copy of a torch.Generator; None copies torch's global generator."""
+    import torch
+
+    original = torch.default_generator if generator is None else generator
+    made = torch.Generator(device=original.device)
+    made.set_state(original.get_state())
+    return made
+
+
 class _Copies:
     """Copies of samplers and generators; equal objects have one copy, so that draws keep their sequence."""
 
@@ -76,22 +86,20 @@ class _Copies:
 
         original = torch.default_generator if generator is None else generator
         if id(original) not in self._generators:
-            made = torch.Generator(device=original.device)
-            made.set_state(original.get_state())
-            self._generators[id(original)] = made
+            self._generators[id(original)] = copied(original)
         return self._generators[id(original)]
 
     def sampler(self, sampler: Any) -> Any:
         import torch
 
-        copied = copy.copy(sampler)
+        made = copy.copy(sampler)
         if getattr(sampler, "sampler", None) is not None:
-            copied.sampler = self.sampler(sampler.sampler)
+            made.sampler = self.sampler(sampler.sampler)
         if "generator" in vars(sampler):
-            copied.generator = self.generator(sampler.generator)
+            made.generator = self.generator(sampler.generator)
             if sampler.generator is None and isinstance(sampler, torch.utils.data.RandomSampler):
                 # as RandomSampler without a generator: only the seed comes from the global generator
-                copied.generator = torch.Generator().manual_seed(draw_base_seed(copied.generator))
+                made.generator = torch.Generator().manual_seed(draw_base_seed(made.generator))
         if id(sampler) in self._epochs:
-            copied.epoch = self._epochs[id(sampler)]
-        return copied
+            made.epoch = self._epochs[id(sampler)]
+        return made

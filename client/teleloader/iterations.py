@@ -18,9 +18,9 @@ from teleloader.fetch.receiver import Receiver, groups_of
 from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.fetch.shards import DeliveredShards, group_spec
 from teleloader.fetch.stager import Stager
-from teleloader.forecast import Forecast
+from teleloader.forecast import Forecast, copied
 from teleloader.orders import Order
-from teleloader.sampling import IndexLists
+from teleloader.sampling import IndexLists, draw_base_seed
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.placement import Placement
@@ -108,19 +108,22 @@ class Start:
         start = replace(self, spec=replace(self.spec, session=secrets.token_hex(16)))
         return start._staged(dataset, *start._fetch(dataset, None, measures))
 
-    def forecast(self) -> tuple[Start, Forecast]:
-        """Return a forecast of the index lists of a client-side sampler, and the parameters for fetching its batches.
+    def forecast(self) -> tuple[Start, Forecast | None]:
+        """Return the parameters for fetching an epoch before it starts, and a forecast of its index lists.
 
-        The random generators must have the states from which the epoch will be drawn.
+        The random generators must have the states from which the epoch will be drawn. The forecast is None without a
+        client-side sampler.
         """
         position, resumed = self.position, self.position.random
         draws = self.base_seeds is None and position.base_seed is None
         if resumed is not None:
             draws = bool(resumed["draws_base_seed"])
-        forecast = self.order.forecast(self.generator, draws_base_seed=draws, skip=position.batch)
-        seed = position.base_seed
-        if seed is None:
-            seed = forecast.base_seed
+        forecast, seed = None, position.base_seed
+        if self.order.is_drawn:
+            forecast = self.order.forecast(self.generator, draws_base_seed=draws, skip=position.batch)
+            seed = forecast.base_seed if seed is None else seed
+        elif draws:
+            seed = draw_base_seed(copied(self.generator))
         if seed is None:
             seed = derive_seed("base", self.base_seeds or 0, position.epoch)
         return replace(self, spec=replace(self.spec, session=secrets.token_hex(16), seed=seed)), forecast
@@ -141,6 +144,7 @@ class Start:
             stop,
             self.prefetch_factor,
             adaptive=self.order.adaptive,
+            shards=self.spec.shards if self.order.has_shards else 0,
             loader=key,
             epoch=self.position.epoch,
             is_background=True,
@@ -392,7 +396,9 @@ class Start:
             lists=self.lists,
             timeout=self.timeout,
             stays=self._stays,
-            length_check=self.order.length_check(self.num_workers, length if spec.world_size == 1 else None),
+            length_check=None
+            if receiver.requests.is_background
+            else self.order.length_check(self.num_workers, length if spec.world_size == 1 else None),
             stager=stager,
             transform=self.transform,
             max_errors=self.max_errors,
@@ -402,7 +408,7 @@ class Start:
     def fetches_as(self, other: Start) -> bool:
         """Return True if an iteration with other parameters fetches the same batches in the same way."""
         spec = self.spec
-        if self.order.is_drawn and other.order.is_drawn:  # the session has no effect on the batches
+        if None not in (spec.session, other.spec.session):  # the session has no effect on the batches
             spec = replace(spec, session=other.spec.session)
         mine, theirs = (
             (
@@ -417,7 +423,8 @@ class Start:
 class NextEpoch:
     """Batches of the epoch that a loader will probably start next, which are prefetched in the background.
 
-    The batches are in seeded order, or those of a `Forecast`. The training loop's thread calls all methods.
+    The batches are in seeded order, those of a `Forecast`, or those of an iterable-style dataset. The training loop's
+    thread calls all methods.
 
     Args:
         start: Parameters of that epoch.
@@ -456,7 +463,7 @@ class NextEpoch:
         if self._receiver is None and self._start is not None and self._can_prefetch:
             self._iterator = LoaderIterator()
             try:
-                if self._start.order.is_drawn:
+                if not self._start.order.has_plan:
                     self._start, self.forecast = self._start.forecast()
                 self._receiver = self._start.prefetch(self._dataset, self._iterator)
             except (RuntimeError, InvalidSpec):  # the process cannot start further threads, or no epoch follows
@@ -489,11 +496,12 @@ class NextEpoch:
         if expected is None or iterator is None or receiver is None or iterator.is_copy:
             return None
         if dataset is not self._dataset or not start.fetches_as(expected):
-            if forecast is not None:
-                forecast.ended(False)
+            start.order.forecast_ended(is_right=False)
             return None  # the iterator is deleted
         if not receiver.begin():
             return None
         iterator.release()
         self.forecast = forecast
+        if forecast is None:
+            start.order.forecast_ended(is_right=True)
         return expected.spec, receiver

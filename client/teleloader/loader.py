@@ -553,7 +553,7 @@ class DataLoader(Generic[Batch]):
         self._next = Position(begun.epoch + 1)
         following = replace(
             start,
-            spec=iteration.spec,
+            spec=replace(iteration.spec, shard_states=None, resumed_epoch=0, delivered=None),
             position=self._next._replace(base_seed=iterator.base_seed if self._keeps_workers else None),
             lists=None,
             before=iteration.measures,
@@ -565,14 +565,18 @@ class DataLoader(Generic[Batch]):
 
     def _prefetchable(self, start: Start) -> NextEpoch | None:
         """Return the object that prefetches an epoch, or None if the batches depend on when the epoch starts."""
-        has_order = start.order.can_forecast if start.order.is_drawn else start.order.has_plan
-        if not self.prefetch_next_epoch or not has_order:
+        order = start.order
+        if not self.prefetch_next_epoch or not (order.has_plan or order.can_forecast):
             return None
-        if self._is_live or (start.order.has_plan and start.spec.session is not None):
+        if isinstance(self._remote, DirectDataset) or (start.channel is not None and not start.channel.is_leader):
+            return None
+        if self._is_live or (order.has_plan and start.spec.session is not None):
             return None  # private workers copy the dataset when the epoch starts
-        if start.channel is not None and not start.channel.is_leader:
-            return None
-        return None if isinstance(self._remote, DirectDataset) else NextEpoch(start, self._remote)
+        if order.has_shards:  # other workers must iterate the next epoch, while those of the current one finish
+            restarts = self.num_workers > 0 and not self.persistent_workers
+            if start.channel is not None or not restarts or len(self._remote.servers.known) > 1:
+                return None
+        return NextEpoch(start, self._remote)
 
     def _initial_position(self, order: Order, first_batch: int) -> Position:
         position, progress = self._next, self._progress
@@ -761,7 +765,7 @@ class DataLoader(Generic[Batch]):
         self._next = position
         self._progress = self._iterator = self._next_epoch = None
         # before its first use of an accelerator, the process may still select a device, or fork
-        if not order.has_shards and not initializes_device(self.device, pin_memory=self.pin_memory):
+        if self.prefetch_next_epoch and not initializes_device(self.device, pin_memory=self.pin_memory):
             start = self._start(order, None, None, self._placement())
             self._next_epoch = self._prefetchable(start)
             if self._next_epoch is not None:

@@ -46,6 +46,8 @@ class Order(ABC):
     """True if the dataset is iterable-style: its batches come from shards, and one server iterates each shard."""
     user_sampler: Any = None
     """Value of the loader's `sampler` or `batch_sampler` argument; None if neither was given."""
+    _misses = 0
+    """Number of consecutive wrong forecasts."""
 
     @property
     def adaptive(self) -> bool:
@@ -118,8 +120,12 @@ class Order(ABC):
 
     @property
     def can_forecast(self) -> bool:
-        """True if `forecast` may be called."""
+        """True if the base seed and the index lists of the next epoch can be forecast."""
         return False
+
+    def forecast_ended(self, is_right: bool) -> None:
+        """Record whether the epoch that started was the one that was forecast."""
+        self._misses = 0 if is_right else self._misses + 1
 
     def forecast(self, generator: Any, *, draws_base_seed: bool, skip: int) -> Forecast:
         """Forecast the index lists of the next epoch; arguments as of `Forecast`."""
@@ -201,8 +207,6 @@ class SamplerOrder(Order):
         self._sampler = sampler
         self._batched = batched
         self.user_sampler = user_sampler
-        self._misses = 0
-        """Number of consecutive wrong forecasts."""
         self._epochs: dict[int, tuple[int, int]] = {}
         """For each sampler with an `epoch` attribute, by ``id()``: its value at the last start of an epoch, and by how
         much it had changed since the start before."""
@@ -252,7 +256,7 @@ class SamplerOrder(Order):
 
     @property
     def can_forecast(self) -> bool:
-        """True if `forecast` may be called: only for torch's own samplers, which can be copied.
+        """True if the next epoch can be forecast: only for torch's own samplers, which can be copied.
 
         A user's sampler may have side effects, and its order may depend on the progress of training.
         """
@@ -267,11 +271,8 @@ class SamplerOrder(Order):
             epochs[id(sampler)] = sampler.epoch + change if sampler.epoch == last else sampler.epoch
         return Forecast(
             self._sampler, generator, draws_base_seed=draws_base_seed, skip=skip, epochs=epochs,
-            ended=self._forecast_ended,
+            ended=self.forecast_ended,
         )  # fmt: skip
-
-    def _forecast_ended(self, is_right: bool) -> None:
-        self._misses = 0 if is_right else self._misses + 1
 
     @property
     def _samplers_with_epoch(self) -> list[Any]:
@@ -309,6 +310,11 @@ class StreamOrder(Order):
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, None]:
         """Return an upper bound of the batch count, and None: each shard reports its end only during the epoch."""
         return MAX_EPOCH, None
+
+    @property
+    def can_forecast(self) -> bool:
+        """True if the base seed can be forecast."""
+        return self._misses < MAX_MISSES
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck:
         """Create the sample count check; only the first check of a loader warns of shards that repeat the dataset."""

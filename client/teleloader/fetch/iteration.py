@@ -567,6 +567,8 @@ class LoaderIterator:
             raise current.lists.error  # at each call: StopIteration would look like the end of the epoch
         current.progress.finished = True
         current.measures.finish()
+        if current.next_epoch is not None:
+            current.prefetch_next(0)
         if not current.stays and self._finalizer is not None:
             self._finalizer()
         if current.length_check is not None:
