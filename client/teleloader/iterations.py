@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +18,9 @@ from teleloader.fetch.receiver import Receiver, groups_of
 from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.fetch.shards import DeliveredShards, group_spec
 from teleloader.fetch.stager import Stager
+from teleloader.forecast import Forecast, copied
 from teleloader.orders import Order
-from teleloader.sampling import IndexLists
+from teleloader.sampling import IndexLists, draw_base_seed
 from teleloader.state import Position
 from teleloader.stats import Measures
 from teleloader.tensors.placement import Placement
@@ -27,6 +29,7 @@ from teleloader.transport.request import BatchRequest
 from teleloader.transport.tracing import IterationTrace
 from teleloader_shared import tracing
 from teleloader_shared.errors import InvalidSpec, ProtocolError
+from teleloader_shared.orders.seeding import derive_seed
 from teleloader_shared.ranges import BatchRanges
 from teleloader_shared.spec import LoaderSpec
 
@@ -54,6 +57,10 @@ class Start:
     """True if the next epoch uses the same (persistent) workers."""
     seeded: bool
     """True if the `seed` argument was given."""
+    base_seeds: int | None
+    """Seed from which the base seed of each epoch is derived; None to draw base seeds from `generator`."""
+    generator: Any
+    """The loader's torch.Generator; None for torch's global generator."""
     max_batch_bytes: int
     transform: Callable[[Any], Any] | None
     """Applied to each batch in the training loop's thread; None for no transform."""
@@ -85,11 +92,41 @@ class Start:
         if isinstance(dataset, DirectDataset):
             return self._open_here(dataset)
         if self.channel is None:
-            return self._staged(dataset, *self._fetch(dataset, ahead))
+            iteration = self._staged(dataset, *self._fetch(dataset, ahead))
+            if ahead is not None and ahead.forecast is not None:
+                iteration.forecast = ahead.forecast
+                iteration.reopen = partial(self._reopen, dataset, iteration.measures)
+            return iteration
         self.channel.open()
         if self.channel.is_leader:
             return self._lead(dataset, self.channel, ahead)
         return self._follow(dataset, self.channel)
+
+    def _reopen(self, dataset: RemoteDataset, measures: Measures) -> Iteration:
+        """Create another iteration in place of one whose forecast was wrong, with the same measurements."""
+        # another session: servers may have batches of the wrong lists
+        start = replace(self, spec=replace(self.spec, session=secrets.token_hex(16)))
+        return start._staged(dataset, *start._fetch(dataset, None, measures))
+
+    def forecast(self) -> tuple[Start, Forecast | None]:
+        """Return the parameters for fetching an epoch before it starts, and a forecast of its index lists.
+
+        The random generators must have the states from which the epoch will be drawn. The forecast is None without a
+        client-side sampler.
+        """
+        position, resumed = self.position, self.position.random
+        draws = self.base_seeds is None and position.base_seed is None
+        if resumed is not None:
+            draws = bool(resumed["draws_base_seed"])
+        forecast, seed = None, position.base_seed
+        if self.order.is_drawn:
+            forecast = self.order.forecast(self.generator, draws_base_seed=draws, skip=position.batch)
+            seed = forecast.base_seed if seed is None else seed
+        elif draws:
+            seed = draw_base_seed(copied(self.generator))
+        if seed is None:
+            seed = derive_seed("base", self.base_seeds or 0, position.epoch)
+        return replace(self, spec=replace(self.spec, session=secrets.token_hex(16), seed=seed)), forecast
 
     def prefetch(self, dataset: RemoteDataset, iterator: LoaderIterator) -> Receiver:
         """Return a receiver that prefetches batches in the background, before the training loop starts the epoch.
@@ -107,9 +144,11 @@ class Start:
             stop,
             self.prefetch_factor,
             adaptive=self.order.adaptive,
+            shards=self.spec.shards if self.order.has_shards else 0,
             loader=key,
             epoch=self.position.epoch,
             is_background=True,
+            has_lists=self.order.is_drawn,
         )
         compute_stop = None
         if is_prepared:  # in the receiving thread, because this can take seconds
@@ -198,22 +237,23 @@ class Start:
         return replace(self.spec, **own).key
 
     def _fetch(
-        self, dataset: RemoteDataset, ahead: NextEpoch | None
+        self, dataset: RemoteDataset, ahead: NextEpoch | None, measures: Measures | None = None
     ) -> tuple[LoaderSpec, Progress, Receiver, int | None]:
         """Return a receiver of batches from servers, and what it receives.
 
         Args:
             dataset: Dataset to load from.
             ahead: Prefetched batches; they are used if they are those of this iteration.
+            measures: Measurements of the iteration; None for new ones.
 
         Returns:
             The spec, the initial progress, the receiver, and the number of samples in the dataset.
         """
-        receiver = None if ahead is None else ahead.take(self, dataset)
-        if receiver is not None:
-            length = dataset.info.length
-            progress, _ = self._progress(self.spec, length, keeps_dataset=self.keeps_workers)
-            return self.spec, progress, receiver, length
+        taken = None if ahead is None else ahead.take(self, dataset)
+        if taken is not None:
+            (spec, receiver), length = taken, dataset.info.length
+            progress, _ = self._progress(spec, length, keeps_dataset=self.keeps_workers)
+            return spec, progress, receiver, length
         order, epoch = self.order, self.position.epoch
         # all batches of a model-parallel group have the key of one loader
         divides = order.has_shards and self.channel is None
@@ -241,7 +281,9 @@ class Start:
             loader=registered.key,
             epoch=epoch,
         )
-        receiver = self._receiver(dataset, server, spec, registered.key, scheduler, previous_states, groups)
+        receiver = self._receiver(
+            dataset, server, spec, registered.key, scheduler, previous_states, groups, measures=measures
+        )
         return spec, progress, receiver, registered.length
 
     def _receiver(
@@ -254,6 +296,7 @@ class Start:
         previous_states: tuple[str | None, ...] | None,
         groups: int = 1,
         compute_stop: Callable[[], int] | None = None,
+        measures: Measures | None = None,
     ) -> Receiver:
         epoch, buffers = self.position.epoch, self.placement.buffers()
         options = FetchOptions(
@@ -272,9 +315,9 @@ class Start:
             keeps_bytes=self.channel is not None,
             compute_stop=compute_stop,
         )
-        measures = Measures(
-            epoch, buffers, self.before, is_background=scheduler.is_background, first=self.position.batch, run=self.run
-        )
+        if measures is None:
+            first, is_background = self.position.batch, scheduler.is_background
+            measures = Measures(epoch, buffers, self.before, is_background=is_background, first=first, run=self.run)
         return Receiver(dataset, server, options, scheduler, measures, groups=groups, stays=self._stays)
 
     def _staged(
@@ -353,7 +396,9 @@ class Start:
             lists=self.lists,
             timeout=self.timeout,
             stays=self._stays,
-            length_check=self.order.length_check(self.num_workers, length if spec.world_size == 1 else None),
+            length_check=None
+            if receiver.requests.is_background
+            else self.order.length_check(self.num_workers, length if spec.world_size == 1 else None),
             stager=stager,
             transform=self.transform,
             max_errors=self.max_errors,
@@ -362,20 +407,24 @@ class Start:
 
     def fetches_as(self, other: Start) -> bool:
         """Return True if an iteration with other parameters fetches the same batches in the same way."""
+        spec = self.spec
+        if None not in (spec.session, other.spec.session):  # the session has no effect on the batches
+            spec = replace(spec, session=other.spec.session)
         mine, theirs = (
             (
-                start.spec, start.position.epoch, start.position.batch, start.placement.memory, start.prefetch_factor,
+                start.position.epoch, start.position.batch, start.placement.memory, start.prefetch_factor,
                 start.max_batch_bytes,
             )
             for start in (self, other)
         )  # fmt: skip
-        return mine == theirs
+        return spec == other.spec and mine == theirs
 
 
 class NextEpoch:
     """Batches of the epoch that a loader will probably start next, which are prefetched in the background.
 
-    The batches are in seeded order. The training loop's thread calls all methods.
+    The batches are in seeded order, those of a `Forecast`, or those of an iterable-style dataset. The training loop's
+    thread calls all methods.
 
     Args:
         start: Parameters of that epoch.
@@ -389,49 +438,70 @@ class NextEpoch:
         """Receiver of the batches; None before `prefetch`."""
         self._iterator: LoaderIterator | None = None
         """Iterator that closes the receiver when it is deleted, and at the end of the process."""
+        self.forecast: Forecast | None = None
+        """Forecast of the index lists; None in seeded order, before `prefetch`, and if `take` returned None."""
 
     def expect(self, epoch: int) -> None:
         """Replace the epoch by another one; do nothing if it is this one, or if it was already started."""
         if self._start is not None and self._start.position.epoch != epoch:
-            self._start = replace(self._start, position=Position(epoch))
-            self._iterator = self._receiver = None
+            self._start = replace(self._start, position=Position(epoch, base_seed=self._kept_base_seed))
+            self._iterator = self._receiver = self.forecast = None
 
-    def prefetch(self, preceding: int, nbytes: float) -> None:
+    @property
+    def _kept_base_seed(self) -> int | None:
+        """Base seed of persistent workers, which is the same in all epochs; None for other workers."""
+        return self._start.position.base_seed if self._start is not None and self._start.keeps_workers else None
+
+    def prefetch(self, preceding: int, nbytes: float, window: int) -> None:
         """Prefetch the batches that are in the prefetch window.
 
         Args:
             preceding: Number of batches that the training loop takes from the epoch before.
             nbytes: Memory of these batches in bytes.
+            window: Size of the prefetch window in batches, for the index lists to draw.
         """
         if self._receiver is None and self._start is not None and self._can_prefetch:
             self._iterator = LoaderIterator()
             try:
+                if not self._start.order.has_plan:
+                    self._start, self.forecast = self._start.forecast()
                 self._receiver = self._start.prefetch(self._dataset, self._iterator)
             except (RuntimeError, InvalidSpec):  # the process cannot start further threads, or no epoch follows
                 self._start = None
         if self._receiver is not None:
             self._receiver.reorder_buffer.approach(preceding, nbytes)
+            if self.forecast is not None and self._start is not None:
+                position, lists = self._start.position, self.forecast.lists
+                self.forecast.draw(self._receiver.key, position.epoch, position.batch + window - preceding)
+                self._receiver.reorder_buffer.feed(lists.frames)
+                lists.frames = {}
 
     @property
     def _can_prefetch(self) -> bool:
         known = self._dataset.servers.known
         return bool(known) and all(server.computes_in_background for server in known)
 
-    def take(self, start: Start, dataset: RemoteDataset) -> Receiver | None:
-        """Return the receiver of the prefetched batches for an epoch that starts.
+    def take(self, start: Start, dataset: RemoteDataset) -> tuple[LoaderSpec, Receiver] | None:
+        """Return the receiver of the prefetched batches for an epoch that starts, and their spec.
 
         Args:
             start: Parameters of the epoch.
             dataset: Dataset to load from.
 
         Returns:
-            The receiver; None if this epoch was not prefetched, or prefetching has failed.
+            The spec and the receiver; None if this epoch was not prefetched, or prefetching has failed.
         """
-        expected, iterator, receiver = self._start, self._iterator, self._receiver
-        self._start = self._iterator = self._receiver = None
+        expected, iterator, receiver, forecast = self._start, self._iterator, self._receiver, self.forecast
+        self._start = self._iterator = self._receiver = self.forecast = None
         if expected is None or iterator is None or receiver is None or iterator.is_copy:
             return None
-        if dataset is not self._dataset or not start.fetches_as(expected) or not receiver.begin():
+        if dataset is not self._dataset or not start.fetches_as(expected):
+            start.order.forecast_ended(is_right=False)
             return None  # the iterator is deleted
+        if not receiver.begin():
+            return None
         iterator.release()
-        return receiver
+        self.forecast = forecast
+        if forecast is None:
+            start.order.forecast_ended(is_right=True)
+        return expected.spec, receiver

@@ -552,7 +552,13 @@ class DataLoader(Generic[Batch]):
         self._progress, self._last = iteration.progress, weakref.ref(iterator)
         self._measures = iteration.measures
         self._next = Position(begun.epoch + 1)
-        following = replace(start, position=self._next, lists=None, before=iteration.measures)
+        following = replace(
+            start,
+            spec=replace(iteration.spec, shard_states=None, resumed_epoch=0, delivered=None),
+            position=self._next._replace(base_seed=iterator.base_seed if self._keeps_workers else None),
+            lists=None,
+            before=iteration.measures,
+        )
         self._next_epoch = self._prefetchable(following)
         if self._next_epoch is not None:
             # weak: without the loader, no other epoch can start
@@ -560,11 +566,18 @@ class DataLoader(Generic[Batch]):
 
     def _prefetchable(self, start: Start) -> NextEpoch | None:
         """Return the object that prefetches an epoch, or None if the batches depend on when the epoch starts."""
-        if not self.prefetch_next_epoch or not start.order.has_plan or start.spec.session is not None:
+        order = start.order
+        if not self.prefetch_next_epoch or not (order.has_plan or order.can_forecast):
             return None
-        if start.channel is not None and not start.channel.is_leader:
+        if isinstance(self._remote, DirectDataset) or (start.channel is not None and not start.channel.is_leader):
             return None
-        return None if isinstance(self._remote, DirectDataset) else NextEpoch(start, self._remote)
+        if self._is_live or (order.has_plan and start.spec.session is not None):
+            return None  # private workers copy the dataset when the epoch starts
+        if order.has_shards:  # other workers must iterate the next epoch, while those of the current one finish
+            restarts = self.num_workers > 0 and not self.persistent_workers
+            if start.channel is not None or not restarts or len(self._remote.servers.known) > 1:
+                return None
+        return NextEpoch(start, self._remote)
 
     def _initial_position(self, order: Order, first_batch: int) -> Position:
         position, progress = self._next, self._progress
@@ -579,6 +592,7 @@ class DataLoader(Generic[Batch]):
         spec = self._spec_of_iteration(order, before)
         has_other_workers = spec != before if before is not None else self._progress is None
         states = None if self._progress is None else self._progress.next.shard_states
+        draws_base_seeds = self.generator is not None or self._output == "torch"
         return Start(
             spec=spec,
             order=order,
@@ -592,6 +606,8 @@ class DataLoader(Generic[Batch]):
             timeout=self.timeout,
             keeps_workers=self._keeps_workers,
             seeded=self._seed is not None,
+            base_seeds=self._seed if draws_base_seeds or self._seed is not None else 0,
+            generator=self.generator,
             max_batch_bytes=self._max_batch_bytes,
             transform=self.device_transform,
             device_ahead=self.device_ahead,
@@ -756,10 +772,13 @@ class DataLoader(Generic[Batch]):
         self._next = position
         self._progress = self._iterator = self._next_epoch = None
         # before its first use of an accelerator, the process may still select a device, or fork
-        if order.has_plan and not initializes_device(self.device, pin_memory=self.pin_memory):
-            self._next_epoch = self._prefetchable(self._start(order, None, None, self._placement()))
+        if self.prefetch_next_epoch and not initializes_device(self.device, pin_memory=self.pin_memory):
+            start = self._start(order, None, None, self._placement())
+            self._next_epoch = self._prefetchable(start)
             if self._next_epoch is not None:
-                self._next_epoch.prefetch(0, 0.0)
+                with self._random_state(order).forecasting(position.random):
+                    window = start.prefetch_factor * max(1, self.num_workers)
+                    self._next_epoch.prefetch(0, 0.0, window)
 
     def _identity(self, order: Order, spec: LoaderSpec) -> dict[str, Any]:
         """Return the values that must be equal in a loader that resumes from this loader's state."""

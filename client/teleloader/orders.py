@@ -13,7 +13,16 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from teleloader.fetch.length_check import LengthCheck
-from teleloader.sampling import IndexLists, ShownSamplers, end_epoch, initial_state, is_torchs_own
+from teleloader.forecast import MAX_MISSES, Forecast
+from teleloader.sampling import (
+    IndexLists,
+    ShownSamplers,
+    batched_sampler,
+    end_epoch,
+    initial_state,
+    is_torchs_own,
+    nested_samplers,
+)
 from teleloader.state import Position
 from teleloader_shared.lengths import Lengths
 from teleloader_shared.orders.plan import Plan
@@ -37,6 +46,8 @@ class Order(ABC):
     """True if the dataset is iterable-style: its batches come from shards, and one server iterates each shard."""
     user_sampler: Any = None
     """Value of the loader's `sampler` or `batch_sampler` argument; None if neither was given."""
+    _misses = 0
+    """Number of consecutive wrong forecasts."""
 
     @property
     def adaptive(self) -> bool:
@@ -106,6 +117,19 @@ class Order(ABC):
     def index_lists(self, position: Position) -> IndexLists | None:
         """Return the index lists to send to servers, starting at `position`, or None if servers compute the indices."""
         return None
+
+    @property
+    def can_forecast(self) -> bool:
+        """True if the base seed and the index lists of the next epoch can be forecast."""
+        return False
+
+    def forecast_ended(self, is_right: bool) -> None:
+        """Record whether the epoch that started was the one that was forecast."""
+        self._misses = 0 if is_right else self._misses + 1
+
+    def forecast(self, generator: Any, *, draws_base_seed: bool, skip: int) -> Forecast:
+        """Forecast the index lists of the next epoch; arguments as of `Forecast`."""
+        raise NotImplementedError
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck | None:
         """Return the sample count check of an iterable-style dataset, or None for a map-style dataset.
@@ -183,6 +207,9 @@ class SamplerOrder(Order):
         self._sampler = sampler
         self._batched = batched
         self.user_sampler = user_sampler
+        self._epochs: dict[int, tuple[int, int]] = {}
+        """For each sampler with an `epoch` attribute, by ``id()``: its value at the last start of an epoch, and by how
+        much it had changed since the start before."""
 
     @property
     def adaptive(self) -> bool:
@@ -222,7 +249,36 @@ class SamplerOrder(Order):
 
     def index_lists(self, position: Position) -> IndexLists:
         """Create the index lists to draw from the sampler, starting at `position`."""
+        for sampler in self._samplers_with_epoch:
+            last, _ = self._epochs.get(id(sampler), (sampler.epoch - 1, 1))
+            self._epochs[id(sampler)] = (sampler.epoch, sampler.epoch - last)
         return IndexLists(self._sampler, position.batch, position.sampler)
+
+    @property
+    def can_forecast(self) -> bool:
+        """True if the next epoch can be forecast: only for torch's own samplers, which can be copied.
+
+        A user's sampler may have side effects, and its order may depend on the progress of training.
+        """
+        return self._misses < MAX_MISSES and is_torchs_own(batched_sampler(self._sampler))
+
+    def forecast(self, generator: Any, *, draws_base_seed: bool, skip: int) -> Forecast:
+        """Forecast the index lists of the next epoch; arguments as of `Forecast`."""
+        epochs = {}
+        for sampler in self._samplers_with_epoch:
+            # unless set_epoch was called for the next epoch: changed as before the current one
+            last, change = self._epochs.get(id(sampler), (sampler.epoch, 0))
+            epochs[id(sampler)] = sampler.epoch + change if sampler.epoch == last else sampler.epoch
+        return Forecast(
+            self._sampler, generator, draws_base_seed=draws_base_seed, skip=skip, epochs=epochs,
+            ended=self.forecast_ended,
+        )  # fmt: skip
+
+    @property
+    def _samplers_with_epoch(self) -> list[Any]:
+        if not is_torchs_own(batched_sampler(self._sampler)):
+            return []
+        return [each for each in nested_samplers(self._sampler) if isinstance(getattr(each, "epoch", None), int)]
 
 
 class StreamOrder(Order):
@@ -254,6 +310,11 @@ class StreamOrder(Order):
     def extent(self, spec: LoaderSpec, epoch: int, length: int | None) -> tuple[int, None]:
         """Return an upper bound of the batch count, and None: each shard reports its end only during the epoch."""
         return MAX_EPOCH, None
+
+    @property
+    def can_forecast(self) -> bool:
+        """True if the base seed can be forecast."""
+        return self._misses < MAX_MISSES
 
     def length_check(self, num_workers: int, length: int | None) -> LengthCheck:
         """Create the sample count check; only the first check of a loader warns of shards that repeat the dataset."""

@@ -126,7 +126,7 @@ class _Draws:
     def __init__(self, sampler: Any, states: Mapping[str, Any]) -> None:
         self._states = states
         self._stateful: dict[str, Any] = {}
-        source = _source(sampler)
+        source = batched_sampler(sampler)
         self._add_stateful("sampler", source)
         # as in torch, ``iter()`` of a batched sampler is not called before the first list is requested
         self.iterator = self._begin(source) if source is sampler else self._batches(source, sampler)
@@ -156,7 +156,7 @@ class _Draws:
         return {name: stateful.state_dict() for name, stateful in self._stateful.items()}
 
 
-def _source(sampler: Any) -> Any:
+def batched_sampler(sampler: Any) -> Any:
     """Return the inner sampler of torch's BatchSampler or of `Batches`; return any other sampler unchanged."""
     torch = sys.modules.get("torch")
     batches = type(sampler) is Batches or (torch is not None and type(sampler) is torch.utils.data.BatchSampler)
@@ -213,7 +213,7 @@ def sampler_state(states: Mapping[str, Any], number: int) -> dict[str, Any] | No
 
 def initial_state(sampler: Iterable[Any]) -> dict[str, Any] | None:
     """Return the state of a sampler before its first iteration, or None if the sampler is not stateful."""
-    source = _source(sampler)
+    source = batched_sampler(sampler)
     return sampler_state({"sampler": source.state_dict()} if is_stateful(source) else {}, 0)
 
 
@@ -451,6 +451,19 @@ class RandomState:
             yield
         finally:
             process.restore(before)
+
+    @contextmanager
+    def forecasting(self, state: Mapping[str, Any] | None) -> Iterator[None]:
+        """Context manager that sets all random generators to `state`, unless it is None, and restores them at exit."""
+        if state is None:
+            yield
+            return
+        before = self.save()
+        try:
+            self.restore(state)
+            yield
+        finally:
+            self.restore(before)
 
 
 def _is_generator(value: object) -> bool:

@@ -177,9 +177,10 @@ class Fetcher:
     def expedite(self) -> None:
         """Send the pending request again with normal priority, unless its response has begun to arrive.
 
+        A request for batches of shards is not sent again: no other loader uses the workers, and a shard cannot go back.
         Requires the reorder buffer's lock.
         """
-        if self._in_background is not None and not self._in_background.first_byte:
+        if self._shards is None and self._in_background is not None and not self._in_background.first_byte:
             self._in_background.shut_down()
 
     def follow(self, servers: Iterable[BatchServer]) -> None:

@@ -24,6 +24,7 @@ from teleloader.fetch.receiver import Receiver
 from teleloader.fetch.reorder import Arrived, ReorderBuffer, timed_out
 from teleloader.fetch.scheduler import RangeScheduler
 from teleloader.fetch.stager import Stager
+from teleloader.forecast import Forecast
 from teleloader.sampling import IndexLists, SamplerStates
 from teleloader.state import Position
 from teleloader.stats import Measures
@@ -156,9 +157,15 @@ class Iteration:
     """Fraction of the samples of the epoch that may be skipped or replaced."""
     samples: int | None
     """Samples of the epoch on this rank; None if they follow from the number of batches."""
-    next_epoch: Callable[[], Callable[[int, float], object] | None] | None = None
+    next_epoch: Callable[[], Callable[[int, float, int], object] | None] | None = None
     """Weak reference to the function that prefetches the next epoch, given number and bytes of the batches that the
-    training loop has not received; None for no prefetching."""
+    training loop has not received, and the prefetch window; None for no prefetching."""
+    forecast: Forecast | None = None
+    """Forecast whose batches are being received, until the sampler has yielded the same lists; else None."""
+    reopen: Callable[[], Iteration] | None = None
+    """Creates an iteration to replace this one if the forecast is wrong; None without a forecast."""
+    _drawn: dict[int, Any] = field(default_factory=dict)
+    """Lists that the sampler has yielded while `forecast` is not None, by batch number."""
     # attributes instead of properties: next() reads them ten times for each batch
     reorder_buffer: ReorderBuffer | DirectReceiver = field(init=False)
     scheduler: RangeScheduler = field(init=False)
@@ -169,6 +176,9 @@ class Iteration:
     training run that ends early prepares nothing in vain; -1 for other orders."""
 
     def __post_init__(self) -> None:
+        self._use_receiver()
+
+    def _use_receiver(self) -> None:
         self.reorder_buffer = self.receiver.reorder_buffer
         self.scheduler = self.reorder_buffer.scheduler
         self.requests = self.receiver.requests
@@ -212,6 +222,9 @@ class Iteration:
         lists = self.lists
         if lists is None:
             return
+        if self.forecast is not None:
+            self._check_forecast(lists, self.forecast, taking=taking)
+            return
         if lists.frames:
             self._send_lists(lists)  # lists drawn by an interrupted call
         window = self.scheduler.window
@@ -221,11 +234,45 @@ class Iteration:
         goal = self.progress.batch + taking + window
         if goal - lists.drawn < step:
             return
-        key, epoch = self.receiver.key, self.progress.next.epoch
         try:
-            lists.draw(goal, lambda k, indices: self.receiver.index_list(BatchId(key, epoch, k), indices))
+            lists.draw(goal, self._encode)
         finally:
             self._send_lists(lists)
+
+    def _check_forecast(self, lists: IndexLists, forecast: Forecast, *, taking: bool) -> None:
+        """Draw the first lists of the epoch; if they are not those of the forecast, discard its batches."""
+        goal = max([self.progress.batch + taking + self.scheduler.window, *(k + 1 for k in forecast.expected)])
+
+        def encode(k: int, indices: Any) -> Any:
+            self._drawn[k] = indices
+            return self._encode(k, indices)
+
+        lists.draw(goal, encode)
+        is_right = forecast.matches(self._drawn)
+        if is_right:
+            for k in forecast.expected:  # already requested
+                lists.frames.pop(k, None)
+        else:
+            self._replace(lists)
+        forecast.ended(is_right)
+        self.forecast = self.reopen = None
+        self._drawn = {}
+        self._send_lists(lists)
+
+    def _replace(self, lists: IndexLists) -> None:
+        """Fetch the batches anew; the lists that were drawn remain."""
+        assert self.reopen is not None, "set together with `forecast`"  # noqa: S101
+        other, replaced, stager = self.reopen(), self.receiver, self.stager
+        self.spec, self.receiver, self.stager = other.spec, other.receiver, other.stager
+        self._use_receiver()
+        lists.frames = {k: self._encode(k, self._drawn[k]) for k in lists.frames}
+        if stager is not None:
+            stager.close()
+        replaced.close()
+        replaced.end_session()
+
+    def _encode(self, k: int, indices: Any) -> Any:
+        return self.receiver.index_list(BatchId(self.receiver.key, self.progress.next.epoch, k), indices)
 
     def _send_lists(self, lists: IndexLists) -> None:
         self.reorder_buffer.feed(lists.frames)
@@ -241,9 +288,11 @@ class Iteration:
         Args:
             left: Number of batches that the training loop has not received.
         """
+        if self.lists is not None and not self.lists.exhausted:
+            return  # the sampler may still draw from its generator
         prefetch = None if self.next_epoch is None else self.next_epoch()
         if prefetch is not None and isinstance(self.reorder_buffer, ReorderBuffer):
-            prefetch(left, self.reorder_buffer.rest_bytes)
+            prefetch(left, self.reorder_buffer.rest_bytes, self.requests.base_window)
 
     def over(self) -> bool:
         """Return True if the training loop has received the last batch of the epoch."""
@@ -314,6 +363,8 @@ class LoaderIterator:
         if self._iteration is not None:
             self._iteration.close()
             _iterations.discard(self._iteration)
+            if self._iteration.spec.session not in (None, iteration.spec.session):
+                self._iteration.receiver.end_session()
         self._iteration = iteration
         self._finalizer = weakref.finalize(self, _end, iteration)
         self._finalizer.atexit = False  # see `_leave`
@@ -496,7 +547,8 @@ class LoaderIterator:
 
     def _has_arrived(self, current: Iteration) -> bool:
         """Return True if the next batch, an error in its place, or the end of the epoch has arrived."""
-        if current.lists is not None and current.lists.drawn <= current.progress.batch:
+        lists = current.lists
+        if lists is not None and (lists.drawn <= current.progress.batch or current.forecast is not None):
             current.feed()
         progress, reorder_buffer = current.progress, current.reorder_buffer
         while (arrived := reorder_buffer.peek()) is not None:
@@ -515,6 +567,8 @@ class LoaderIterator:
             raise current.lists.error  # at each call: StopIteration would look like the end of the epoch
         current.progress.finished = True
         current.measures.finish()
+        if current.next_epoch is not None:
+            current.prefetch_next(0)
         if not current.stays and self._finalizer is not None:
             self._finalizer()
         if current.length_check is not None:

@@ -156,7 +156,7 @@ class Receiver:
             False if prefetching the epoch has failed; the receiver must be closed.
         """
         buffer = self.reorder_buffer
-        if not buffer.await_end():
+        if self._options.compute_stop is not None and not buffer.await_end():
             return False
         with buffer.lock:
             if not buffer.begin():

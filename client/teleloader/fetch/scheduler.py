@@ -115,6 +115,8 @@ class RangeScheduler:
         epoch: Number of the epoch.
         is_background: Whether the training loop has not started the epoch. Server 0 has then not registered the loader,
             and nothing is requested before `approach`.
+        has_lists: Whether requests contain index lists. In the background, one request then has all batches of the
+            prefetch window, because the server computes no batches beyond it.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class RangeScheduler:
         loader: str = "",
         epoch: int = 0,
         is_background: bool = False,
+        has_lists: bool = False,
     ) -> None:
         self.is_background = is_background
         """True until the training loop starts the epoch."""
@@ -167,6 +170,7 @@ class RangeScheduler:
         self._blocks = BlockAssignment(loader, epoch)
         self._prefetch_factor = prefetch_factor
         self.adaptive = adaptive
+        self._has_lists = has_lists
         self._shards = shards
         self._shard_ends: dict[int, int] = {}
         """Number of the first batch after the end of each shard that has ended."""
@@ -219,7 +223,7 @@ class RangeScheduler:
         """Prefetch window: maximum number of requested batches that the training loop has not received."""
         if self._groups > 1:  # twice, because each server must have work while the loop waits for another one
             return 2 * self._prefetch_factor * self._shards
-        least = self._prefetch_factor * max(1, self._workers)
+        least = self.base_window
         if not self.adaptive:
             return least
         if self._joining:
@@ -231,6 +235,11 @@ class RangeScheduler:
         if self._frame_bytes:
             covered = min(covered, COVERED_BYTES / self._frame_bytes)
         return max(least, min(MAX_WINDOW, math.ceil(covered)))
+
+    @property
+    def base_window(self) -> int:
+        """Prefetch window of a slow training loop: `prefetch_factor` batches for each worker."""
+        return self._prefetch_factor * max(1, self._workers)
 
     @property
     def has_room(self) -> bool:
@@ -311,6 +320,8 @@ class RangeScheduler:
     @property
     def _batches_together(self) -> int:
         """Number of batches in one response."""
+        if self._has_lists and self.is_background:
+            return self.window
         return max(1, int(READY_BYTES / self._frame_bytes)) if self._frame_bytes else 1
 
     def _ahead(self, server: int) -> int:
