@@ -157,11 +157,10 @@ def test_the_range_is_that_of_the_dataset() -> None:
 
 @pytest.mark.parametrize(
     ("indices", "first"),
-    [(packed(*range(100)), [0, 1, 2]), ([4, 5, 6, 7], [4, 5, 6]), ([4, 5, 6, "a"], [4, 5, 6]), (7, [7]), ([], []),
-     ([1, "a", 3, 4], None), (["a"], None), ([True], None), (True, None), ([Record()], None), (np.ones(3), None),
-     ([10**30], None)],
+    [(packed(*range(100)), [0, 1, 2]), ([4, 5, 6, 7], [4, 5, 6]), (7, [7]), ([], []), ([1, "a", 3, 4], [1, "a", 3]),
+     (True, None), (Record(), None), (np.ones(3), None), (packed(1).reshape(1, 1), None), ([0] * 20_000, None)],
     ids=lambda value: f"{value!r:.20}",
 )  # fmt: skip
-def test_messages_name_the_first_integers(indices: Any, first: list[int] | None) -> None:
-    """Messages contain the first integers, without work for the rest of a list in the event loop."""
-    assert index_lists.first_integers(listed(indices), 3) == first
+def test_the_first_indices_are_read_without_the_others(indices: Any, first: list[Any] | None) -> None:
+    """Messages contain the first indices, without work for the rest of a list in the event loop."""
+    assert index_lists.first_indices(listed(indices), 3) == first

@@ -146,8 +146,10 @@ def _listed(task: Task) -> list[int] | None:
     """Return the index list of a client-side sampler; None if it is not a short list of integers."""
     if task.indices is None:
         return None
-    found = index_lists.first_integers(task.indices, MAX_INDICES + 1)
-    return None if found is None or len(found) > MAX_INDICES else found
+    found = index_lists.first_indices(task.indices, MAX_INDICES + 1)
+    if found is None or len(found) > MAX_INDICES or any(type(index) is not int for index in found):
+        return None
+    return found
 
 
 def batch_preview(task: Task, listed: list[int] | None) -> Preview | None:

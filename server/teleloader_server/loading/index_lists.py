@@ -94,15 +94,16 @@ def check_range(indices: list[Any], length: int | None, dataset: str) -> None:
         )
 
 
-def first_integers(frame: bytes, count: int) -> list[int] | None:
-    """Return the first `count` indices of a list if they are integers; called in the event loop.
+def first_indices(frame: bytes, count: int) -> list[Any] | None:
+    """Return the first `count` indices of a list; called in the event loop.
 
     Args:
         frame: Frame with the index list of one batch.
-        count: Maximum number of indices to decode.
+        count: Maximum number of indices to return.
 
     Returns:
-        The integers; None if other indices are among them, or the frame is invalid.
+        The indices, those of other types than integers as the frame's header encodes them; None if the frame contains
+        no list of at most `MAX_PLAIN_BYTES`, no array of integers and no single integer.
     """
     try:
         listed = _parse(frame)
@@ -112,7 +113,7 @@ def first_integers(frame: bytes, count: int) -> list[int] | None:
                 start = listed.envelope.packed_array_start(length * dtype.itemsize)
                 found: list[int] = np.frombuffer(frame, dtype, min(length, count), start).tolist()
                 return found
-            case list(items) if set(map(type, items[:count])) <= {int}:
+            case list(items):
                 return items[:count]
             case int(index) if type(index) is int:
                 return [index]

@@ -158,12 +158,12 @@ def key_of(index: Any) -> int | str | None:
 
 
 def indices_of(task: Task, count: int = MAX_INDICES) -> list[int]:
-    """Return the first `count` indices of a batch.
+    """Return the integers among the first `count` indices of a batch.
 
-    Returns [] for iterable-style datasets, indices that are not integers, and orders that only workers compute.
+    Returns [] for an iterable-style dataset, and for orders that only workers compute.
     """
     if task.indices is not None:
-        return index_lists.first_integers(task.indices, count) or []
+        return [index for index in index_lists.first_indices(task.indices, count) or () if type(index) is int]
     if task.spec.session is not None and task.length == 0:
         return []
     mixture = task.spec.mixture
