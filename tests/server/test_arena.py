@@ -421,7 +421,7 @@ def test_memory_that_an_untrusted_worker_could_shrink_is_not_mapped(seals: int) 
     os.ftruncate(fd, PAGE)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     with pytest.raises(PermissionError, match="without seals"):
-        Mapping(fd, PAGE, is_trusted=False)
+        Mapping.checked(fd, PAGE)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -433,7 +433,7 @@ def test_an_untrusted_worker_cannot_announce_a_slot_that_is_larger_than_its_memo
         os.ftruncate(fd, PAGE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         try:
-            Mapping(fd, size, is_trusted=False)
+            Mapping.checked(fd, size)
             assert is_mapped
         except PermissionError:
             assert not is_mapped

@@ -149,22 +149,10 @@ class Arena:
 
 
 class Mapping:
-    """Shared-memory slot of a worker, mapped read-only in the server.
+    """Shared-memory slot of a worker, mapped read-only in the server."""
 
-    Args:
-        fd: Descriptor of the slot; this object closes it.
-        size: Size in bytes.
-        is_trusted: False if the worker runs as another user.
-
-    Raises:
-        OSError: If the slot cannot be mapped, or an untrusted worker could shrink it: reading it would then end the
-            server by SIGBUS.
-    """
-
-    def __init__(self, fd: int, size: int, *, is_trusted: bool = True) -> None:
+    def __init__(self, fd: int, size: int) -> None:
         try:
-            if not is_trusted and (not is_sealed(fd) or os.fstat(fd).st_size < size):
-                raise OSError(errno.EPERM, "the worker sent memory without seals")
             # a memoryview: otherwise views of a lease would refer to the owner of the memory and not to the lease
             self._memory = _mapped(fd, size, mmap.PROT_READ).data.toreadonly()
             self.lendable = LendableSlot.of(fd, size)
@@ -173,6 +161,19 @@ class Mapping:
             os.close(fd)
         self.size = size
         self._watch: weakref.ref[NDArray[np.uint8]] | None = None
+
+    @classmethod
+    def checked(cls, fd: int, size: int) -> Mapping:
+        """Map a slot of a worker that is not trusted, because it runs as another user.
+
+        Raises:
+            OSError: If the slot cannot be mapped, or the worker could shrink it: reading it would then end the server
+                by SIGBUS.
+        """
+        if not is_sealed(fd) or os.fstat(fd).st_size < size:
+            os.close(fd)
+            raise OSError(errno.EPERM, "the worker sent memory without seals")
+        return cls(fd, size)
 
     @property
     def owner(self) -> int:

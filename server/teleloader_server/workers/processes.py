@@ -323,7 +323,8 @@ class ProcessPool:
 
     def _map(self, process: WorkerHandle, slot: int, size: int) -> None:
         try:
-            process.slots[slot] = SlotMapping(process.channel.take_fd(), size, is_trusted=process.uid is None)
+            mapped = SlotMapping if process.uid is None else SlotMapping.checked
+            process.slots[slot] = mapped(process.channel.take_fd(), size)
             self._shortages.ended()
         except OSError as error:
             # the descriptor is lost, and the server could not read the frames that the worker writes to the slot

@@ -107,8 +107,19 @@ def open_process(pid: int, uid: int | None) -> int:
 
 
 def send_signal(pid: int, number: int, uid: int | None) -> None:
-    """Send a signal to a process of a user, as `open_process`; do nothing if the process has exited."""
-    with suppress(ProcessLookupError):
+    """Send a signal to a process, unless the process has exited.
+
+    Args:
+        pid: Process ID.
+        number: Number of the signal.
+        uid: ID of the process's user, as for `open_process`. With an ID, no signal is sent if this process has no free
+            descriptor.
+    """
+    if uid is None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)  # without a descriptor: a worker is also killed because descriptors are exhausted
+        return
+    with suppress(OSError):
         end = open_process(pid, uid)
         try:
             signal.pidfd_send_signal(end, number)
