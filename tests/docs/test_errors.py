@@ -191,22 +191,22 @@ def _(guarded: ServerProcess) -> str:
     return raised_by(lambda: RemoteDataset(guarded.url, "train", token=SECRET))
 
 
+def refused_jwt(start_server: StartServer, folder: Path, **claims: Any) -> str:
+    """Return the error of a client whose token has these claims."""
+    with Issuer() as issuer:
+        identity = write(folder / "identity.toml", issuer_table(issuer))
+        server = start_server(f"{DATA}train", "--num-workers", "1", "--identity", identity)
+        return raised_by(lambda: RemoteDataset(server.url, "train", token=issuer.token(**claims)))
+
+
 @meets("Identity without permissions")
 def _(start_server: StartServer, tmp_path: Path) -> str:
-    with Issuer() as issuer:
-        identity = write(tmp_path / "identity.toml", issuer_table(issuer))
-        server = start_server(f"{DATA}train", "--num-workers", "1", "--identity", identity)
-        token = issuer.token(sub="system:serviceaccount:audio:trainer", namespace="audio")
-        return raised_by(lambda: RemoteDataset(server.url, "train", token=token))
+    return refused_jwt(start_server, tmp_path, sub="system:serviceaccount:audio:trainer", namespace="audio")
 
 
 @meets("Expired JWT")
 def _(start_server: StartServer, tmp_path: Path) -> str:
-    with Issuer() as issuer:
-        identity = write(tmp_path / "identity.toml", issuer_table(issuer))
-        server = start_server(f"{DATA}train", "--num-workers", "1", "--identity", identity)
-        token = issuer.token(lifetime=-300)
-        return raised_by(lambda: RemoteDataset(server.url, "train", token=token))
+    return refused_jwt(start_server, tmp_path, lifetime=-300)
 
 
 @meets("Password in the server URL")

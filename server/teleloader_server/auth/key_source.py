@@ -112,8 +112,8 @@ class KeySource:
         now = self._now()
         if self._keys is None or (self._watch is None and now - self._valid_since > MAX_AGE_S):
             raise ServerUnavailable(
-                f"cannot verify the token: the keys of issuer {self._name!r} are unavailable. Retry later; the server's "
-                "log has the reason"
+                f"cannot verify the token: the keys of issuer {self._name!r} are unavailable. Retry later; the "
+                "server's log has the reason"
             )
         found = self._keys.find(kid, algorithm)
         if found is not None:
