@@ -33,6 +33,7 @@ from tests.conftest import ROOT, ServerProcess, StartServer, need
 from tests.end_to_end.certificates import Files
 from tests.end_to_end.terminal import SERVER, TOOLS, piped
 from tests.examples.running import need_framework
+from tests.issuers import Issuer, issuer_table, write
 
 BROKEN: Final = "tests.docs.my_package.broken:"
 DATA: Final = "tests.docs.my_package.data:"
@@ -188,6 +189,24 @@ def _(guarded: ServerProcess) -> str:
 @meets("Token without the required scope")
 def _(guarded: ServerProcess) -> str:
     return raised_by(lambda: RemoteDataset(guarded.url, "train", token=SECRET))
+
+
+def refused_jwt(start_server: StartServer, folder: Path, **claims: Any) -> str:
+    """Return the error of a client whose token has these claims."""
+    with Issuer() as issuer:
+        identity = write(folder / "identity.toml", issuer_table(issuer))
+        server = start_server(f"{DATA}train", "--num-workers", "1", "--identity", identity)
+        return raised_by(lambda: RemoteDataset(server.url, "train", token=issuer.token(**claims)))
+
+
+@meets("Identity without permissions")
+def _(start_server: StartServer, tmp_path: Path) -> str:
+    return refused_jwt(start_server, tmp_path, sub="system:serviceaccount:audio:trainer", namespace="audio")
+
+
+@meets("Expired JWT")
+def _(start_server: StartServer, tmp_path: Path) -> str:
+    return refused_jwt(start_server, tmp_path, lifetime=-300)
 
 
 @meets("Password in the server URL")

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import httpx
 import pytest
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from teleloader import DataLoader, Forbidden, RemoteDataset, Unauthorized
@@ -20,6 +20,7 @@ from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end.certificates import Files
 from tests.end_to_end.terminal import SERVER, TOOLS, piped
 from tests.end_to_end.test_audit import bearer, events_of
+from tests.end_to_end.test_websocket import stream
 from tests.issuers import NAMESPACE_RULE, SUBJECT, Issuer, issuer_table, write
 
 NUMBERS: Final = "numbers=tests.end_to_end.hosted:numbers"
@@ -144,6 +145,21 @@ def test_an_expired_token_ends_an_epoch_and_open_responses(
         assert all(isinstance(line, str) for line in events.iter_lines()), "the stream ends by itself"
     with pytest.raises(Unauthorized, match=r"refused the request: the token expired [0-9]+ s ago"):
         list(batches)
+
+
+def test_an_expired_token_ends_an_idle_websocket(start_server: StartServer, file: Path, issuer: Issuer) -> None:
+    """The last message has the reason."""
+    server = start_server(MANY, "--num-workers", "1", "--identity", write(file, issuer_table(issuer, leeway="0")))
+    assert status(server.url, issuer.token()) == 200
+    token = issuer.token(lifetime=4)
+    spec = {"dataset": "many", "batch_size": 10}
+    registered = httpx.post(f"{server.url}/v1/loaders", json=spec, headers=bearer(token)).raise_for_status()
+    with stream(server.url, registered.json()["key"], **bearer(token)) as socket:
+        problem = json.loads(socket.recv(30))
+        assert (problem["code"], "the token expired" in problem["detail"]) == ("Unauthorized", True)
+        with pytest.raises(ConnectionClosed):
+            socket.recv(30)
+    assert socket.close_code == 1008
 
 
 def test_keys_rotate_while_the_server_runs(start_server: StartServer, file: Path) -> None:

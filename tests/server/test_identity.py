@@ -122,7 +122,7 @@ def test_an_invalid_file_is_refused(text: str, complaint: str) -> None:
         ("https://a.example", True), ("https://10.0.0.1:6443/keys", True), ("http://127.0.0.1:80", True),
         ("http://[::1]:80", True), ("http://localhost", True), ("http://a.example", False), ("http://10.0.0.1", False),
         ("http://localhost.example", False), ("http://127.0.0.1@a.example", False), ("file:///etc/passwd", False),
-        ("https://", False), ("https://a:x", False), ("", False),
+        ("https://", False), ("https://a:x", False), ("https://user:password@a.example", False), ("", False),
     ],
 )  # fmt: skip
 def test_keys_come_over_tls_or_from_this_machine(url: str, is_secure: bool) -> None:
@@ -393,7 +393,7 @@ def second(made: dict[str, Any]) -> Keys:
 def test_keys_are_fetched_at_the_start_and_periodically(source: Source, first: Keys) -> None:
     """Equal keys are no change."""
     source.result = first
-    with pytest.raises(ServerUnavailable, match="the keys of issuer 'a' are unavailable, because they have not been"):
+    with pytest.raises(ServerUnavailable, match=r"the keys of issuer 'a' are unavailable\. Retry later"):
         source.source.find("first", "ES256")
     assert source.poll() is False
     assert source.wait(1) == [True]
@@ -433,7 +433,7 @@ def test_a_flood_of_key_ids_causes_few_requests(source: Source, first: Keys) -> 
 
 
 def test_keys_outlive_an_unreachable_issuer_for_a_day(source: Source, first: Keys) -> None:
-    """Requests that fail are repeated; the message has the reason."""
+    """Requests that fail are repeated."""
     source.result = first
     source.wait(2)
     source.result = OSError("connection refused")
@@ -441,7 +441,7 @@ def test_keys_outlive_an_unreachable_issuer_for_a_day(source: Source, first: Key
     source.wait(5)
     assert source.source.find("first", "ES256")
     source.wait(10)
-    with pytest.raises(ServerUnavailable, match="because the request failed: connection refused"):
+    with pytest.raises(ServerUnavailable, match="the keys of issuer 'a' are unavailable"):
         source.source.find("first", "ES256")
     source.result = first
     source.wait(MIN_INTERVAL_S + 2)
@@ -453,7 +453,7 @@ def test_an_unreachable_issuer_is_logged_once_a_minute(source: Source, caplog: p
     source.wait(120)
     lines = [record.message for record in caplog.records]
     assert len(lines) == 2
-    assert "cannot fetch the keys of issuer a: the request failed: unreachable" in lines[0]
+    assert "cannot fetch the keys of issuer a: unreachable. Tokens cannot be verified" in lines[0]
 
 
 def test_a_removed_key_ends(source: Source, first: Keys, second: Keys) -> None:

@@ -104,12 +104,14 @@ def parse_identity(text: str, where: str, folder: Path) -> IdentityConfig:
 
 
 def is_secure_url(url: str) -> bool:
-    """Return True for an https:// URL, or an http:// URL of a loopback address."""
+    """Return True for an https:// URL, or an http:// URL of a loopback address, without a password."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
         _ = parts.port  # raises ValueError for an invalid port
     except ValueError:
+        return False
+    if parts.username is not None:  # URLs are logged
         return False
     if parts.scheme == "https":
         return bool(host)

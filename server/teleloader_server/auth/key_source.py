@@ -68,7 +68,6 @@ class KeySource:
         self._logged_at = float("-inf")
         self._is_wanted = False
         """True if a token has an unknown key ID."""
-        self._error = "they have not been fetched yet"
         self._thread: threading.Thread | None = None
         self._result: Keys | Exception | None = None
         """Result of the thread."""
@@ -94,7 +93,7 @@ class KeySource:
             self._began = self._now()
             try:
                 self._end(fetch(self.settings))
-            except (InvalidKeys, OSError, httpx.HTTPError) as error:
+            except (InvalidKeys, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
                 raise ConfigError(f"cannot fetch the keys of issuer {self._name!r}: {error}") from None
 
     def find(self, kid: str | None, algorithm: str) -> Key:
@@ -113,8 +112,8 @@ class KeySource:
         now = self._now()
         if self._keys is None or (self._watch is None and now - self._valid_since > MAX_AGE_S):
             raise ServerUnavailable(
-                f"cannot verify the token: the keys of issuer {self._name!r} are unavailable, because {self._error}. "
-                "Retry later"
+                f"cannot verify the token: the keys of issuer {self._name!r} are unavailable. Retry later; the "
+                "server's log has the reason"
             )
         found = self._keys.find(kid, algorithm)
         if found is not None:
@@ -178,11 +177,10 @@ class KeySource:
         if isinstance(result, Keys):
             self._valid_since = self._began
             return self._replace(result)
-        self._error = f"the request failed: {str(result) or type(result).__name__}"
         if now - self._logged_at >= LOG_INTERVAL_S:
             self._logged_at = now
             logger.warning(
-                "cannot fetch the keys of issuer %s: %s. Tokens %s", self._name, self._error,
+                "cannot fetch the keys of issuer %s: %s. Tokens %s", self._name, str(result) or type(result).__name__,
                 "cannot be verified" if self._keys is None
                 else f"are verified with the previous keys for up to {duration(self._valid_since + MAX_AGE_S - now)}",
             )  # fmt: skip
@@ -211,7 +209,8 @@ def fetch(settings: KeySettings) -> Keys:
     context = ssl.create_default_context(cafile=settings.ca)
     headers = {"Accept-Encoding": "identity"}
     if settings.token_file is not None:
-        headers["Authorization"] = Secret(f"Bearer {settings.token_file.read_text().strip()}")
+        token = Secret(settings.token_file.read_text(encoding="utf-8", errors="replace").strip())
+        headers["Authorization"] = Secret(f"Bearer {token}")
     with httpx.Client(verify=context, trust_env=False, timeout=FETCH_TIMEOUT_S / 2, headers=headers) as client:
         url = settings.url
         if url is None:
