@@ -45,6 +45,13 @@ def other():
 """
 
 
+STREAM = """
+class Stream:
+    def __iter__(self):
+        return (index * 1000 + {code} for index in range(32))
+"""
+
+
 class Site:
     """A server's folder with the code and the configuration of its datasets.
 
@@ -142,6 +149,27 @@ def workers_of(server: ServerProcess, pool: str | None) -> list[dict[str, Any]]:
 
 
 # -- which version a run gets
+
+
+def test_a_session_stays_on_its_version(site: Site, start: Callable[..., ServerProcess]) -> None:
+    """Private workers of an iterable-style dataset are forked from the fork server of their version."""
+
+    def configure(version: str, code: int) -> None:
+        (site.folder / "streams.py").write_text(f"def make():\n    return Stream()\n{STREAM.format(code=code)}")
+        site.config.write_text(f'[datasets.stream]\nfactory = "streams:make"\nversion = "{version}"\n')
+
+    configure("v1", 1)
+    server = start()
+    loader = DataLoader(RemoteDataset(server.url, "stream"), batch_size=4, num_workers=1)
+    iterator = iter(loader)
+    received = [int(sample) for sample in next(iterator)]
+    configure("v2", 22)
+    assert publish(server) == {"stream": "added"}
+    received += [int(sample) for batch in iterator for sample in batch]
+    assert (len(received), {sample % 1000 for sample in received}) == (32, {1})
+    assert {int(sample) % 1000 for batch in loader for sample in batch} == {1}, "the next epoch"
+    other = DataLoader(RemoteDataset(server.url, "stream"), batch_size=4, num_workers=1)
+    assert {int(sample) % 1000 for batch in other for sample in batch} == {22}
 
 
 def test_a_running_loader_stays_on_its_version_and_a_new_one_gets_the_new_one(
@@ -448,6 +476,24 @@ def test_a_dataset_that_workers_construct_is_not_mixed(site: Site, start: Callab
     os.kill(workers_of(server, None)[0]["pid"], signal.SIGKILL)
     with pytest.raises(TeleloaderError, match="the code of dataset 'train' changed after version 'v1' was published"):
         codes(running)
+
+
+def test_a_server_stops_while_a_version_is_constructed(site: Site, start: Callable[..., ServerProcess]) -> None:
+    """It does not wait for the dataset, whose construction takes ten minutes."""
+    server = start()
+    reached = site.folder / "reached"
+    site.write("v2", 2, statement=f"open({str(reached)!r}, 'w'); time.sleep(600)")
+    client = subprocess.Popen(
+        [sys.executable, "-c", "import httpx, sys; httpx.post(sys.argv[1], timeout=300)", f"{server.url}/v1/versions"],
+        stderr=subprocess.DEVNULL,
+    )
+    eventually(reached.exists)
+    children = psutil.Process(server.pid).children(recursive=True)
+    response = httpx.post(f"{server.url}/v1/versions")
+    assert (response.status_code, "another publication is in progress" in response.text) == (409, True)
+    assert server.end() == 0
+    eventually(lambda: not any(child.is_running() for child in children))
+    client.wait(60)
 
 
 def test_several_servers_of_a_machine_publish_together(site: Site, start: Callable[..., ServerProcess]) -> None:

@@ -117,8 +117,11 @@ class Engines:
 
     def remove(self, number: int) -> asyncio.Task[None] | None:
         """Stop the shared engine of a revision, whose sessions have ended; return the task that stops it, if any."""
-        revision = self.revisions.pop(number)
-        return None if revision.starting is None else self._end(revision.starting)
+        starting = self.revisions.pop(number).starting
+        if starting is None:
+            return None
+        starting.cancel()  # if it has not ended: the construction of a dataset may take long
+        return self._end(starting)
 
     async def of(self, key: str, spec: LoaderSpec, info: DatasetInfo, quota: Quota, number: int = 1) -> Engine:
         """Return the engine of a loader: a shared engine, or the engine of its session, started on the first call.
@@ -202,7 +205,8 @@ class Engines:
     async def close(self) -> None:
         """Stop all engines and their workers."""
         ending = [self.end_session(key) for key in list(self.sessions)]
-        ending += [_close(each.starting) for each in self.revisions.values() if each.starting is not None]
+        for number in list(self.revisions):
+            self.remove(number)
         await asyncio.gather(*ending, *self._ending)
 
     def started(self) -> list[Engine]:
@@ -230,8 +234,8 @@ async def _close(starting: asyncio.Task[Engine]) -> None:
     """Close an engine once it has started."""
     try:
         engine = await starting
-    except Exception:  # noqa: BLE001
-        return  # reported to the client that requested it
+    except (Exception, asyncio.CancelledError):  # noqa: BLE001
+        return  # reported to the client that requested it, or cancelled by `Engines.remove`
     await engine.close()
 
 
