@@ -36,6 +36,13 @@ MAX_S: Final = 600.0
 MAX_TIMELINE_BYTES: Final = 64 * 2**20
 """Maximum size of a server's response in bytes."""
 
+RESOLUTION_NS: Final = 125
+"""Resolution of times: an eighth of a microsecond, the unit of the format.
+
+Sums of the start and the duration of a slice are exact with it, so that slices which end at the same time do so for
+readers that compare the sums.
+"""
+
 BatchKey = tuple[str, int, int]
 """Key of the loader, epoch and batch."""
 _FIRST_CLIENT: Final = 1000
@@ -376,7 +383,7 @@ def _starts(recording: Recording) -> Iterator[float]:
 
 
 def _ns(at: float, shift: float) -> int:
-    return max(0, round(1e9 * (at + shift)))
+    return max(0, RESOLUTION_NS * round(1e9 * (at + shift) / RESOLUTION_NS))
 
 
 def _add_server(
