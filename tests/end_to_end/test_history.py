@@ -88,7 +88,7 @@ def test_unknown_series_and_invalid_queries_are_rejected() -> None:
         for name in ("dataset", "consumer"):
             response = httpx.get(f"{url}/stats/history", params={name: "other"})
             assert response.status_code == 404
-            assert "the server keeps that of recently active ones" in response.json()["detail"]
+            assert "the server keeps the history of recently active ones" in response.json()["detail"]
         for query in ("since=-1", "step=0", "until=x"):
             assert httpx.get(f"{url}/stats/history?{query}").status_code == 422
 

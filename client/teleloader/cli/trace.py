@@ -136,7 +136,7 @@ def record(source: Source, seconds: float, batches: int | None, file: str) -> No
     where = "" if file == "-" else f" in {file}. Open it at https://ui.perfetto.dev"
     click.echo(f"teleloader: recorded {done}{where}", err=True)
     if not clients:
-        click.echo("teleloader: no client reported its part: only the servers' parts are in the trace", err=True)
+        click.echo("teleloader: no client reported its times: record while a training loop requests batches", err=True)
 
 
 @dataclass(slots=True)
