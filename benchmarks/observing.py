@@ -1,9 +1,9 @@
 """Cost of statistics, request IDs and an open dashboard for the server: ``python -m benchmarks.observing``.
 
-Two servers are compared: an unmodified one, and one in which counters per batch and request, the totals of each second
-and request IDs are replaced by no-ops before it starts. One loader takes batches of `small`, the smallest ones, from
-both servers in turn at full speed; then from the first while a client reads ``/stats/stream``. Ratios are computed
-within each round.
+Two servers are compared: an unmodified one, and one in which counters per batch and request, the timeline, the totals
+of each second with their history, and request IDs are replaced by no-ops before it starts. One loader takes batches of
+`small`, the smallest ones, from both servers in turn at full speed; then from the first while a client reads
+``/stats/stream``. Ratios are computed within each round.
 
 The benchmark compares the CPU time of the server's own process per batch, which limits small batches. Unlike batches
 per second, it is meaningful on a machine that runs other programs.
@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
@@ -38,7 +38,7 @@ BLIND: Final = (sys.executable, "-c", "from benchmarks.observing import serve_bl
 def serve_blindly() -> None:
     """Run ``teleloader-server`` without statistics and request IDs."""
     from teleloader_server.cli import main
-    from teleloader_server.dispatch import counters
+    from teleloader_server.dispatch import counters, timeline
     from teleloader_server.dispatch.rates import Stopwatch
     from teleloader_server.stats import collector
     from teleloader_server.web import app
@@ -51,12 +51,15 @@ def serve_blindly() -> None:
         await asyncio.Event().wait()
 
     for owner, names in (
-        (counters.ConsumerCounters, ("sent", "requested", "waits", "has_waited")),
+        (counters.ConsumerCounters, ("sent", "requested")),
         (counters.PoolCounters, ("computed",)),
+        (timeline.Timeline, ("add_computed", "add_sent")),
         (Stopwatch, ("begin", "end")),
     ):
         for name in names:
+            getattr(owner, name)  # fails if it was renamed, instead of replacing nothing
             setattr(owner, name, nothing)
+    setattr(counters.ConsumerCounters, "waiting_for_batch", lambda _: nullcontext())  # noqa: B010
     setattr(ConsumerReport, "from_header", nothing)  # noqa: B010 - mypy would not have it assigned
     setattr(collector.StatsCollector, "run", rest)  # noqa: B010
     setattr(app, "Identified", lambda application: application)  # noqa: B010

@@ -107,7 +107,7 @@ class Timings:
         self._steps.append((batch, time.perf_counter()))
 
     def take(self) -> Taken:
-        """Remove and return the recorded times; end the recording if no server requests it any more."""
+        """Remove and return the recorded times; end the recording if no server has requested it recently."""
         if time.monotonic() > self._until:
             self.is_on = False
         return Taken(*(_drained(entries) for entries in (self._received, self._waits, self._steps)))

@@ -26,19 +26,19 @@ def backward(events: list[dict[str, Any]]) -> list[str]:
 def crossing(events: list[dict[str, Any]]) -> list[str]:
     """Return the slices of one track that have a negative duration, or overlap without one containing the other."""
     found = []
-    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
         if event["ph"] == "X":
-            start = round(1000 * event["ts"])
-            tracks.setdefault((event["pid"], event["tid"]), []).append((start, start + round(1000 * event["dur"])))
+            end = event["ts"] + event["dur"]  # not rounded: some readers of the format compare the sums
+            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], end))
     for track, spans in tracks.items():
         found += [f"track {track}: {start} to {end}" for start, end in spans if end < start]
-        ends: list[int] = []
+        ends: list[float] = []
         for start, end in sorted(spans, key=lambda each: (each[0], -each[1])):
             while ends and ends[-1] <= start:
                 ends.pop()
             if ends and end > ends[-1]:
-                found.append(f"track {track}: the slice at {start} ns ends after the one that contains it")
+                found.append(f"track {track}: the slice at {start} us ends after the one that contains it")
             ends.append(end)
     return found
 

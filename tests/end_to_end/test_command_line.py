@@ -18,7 +18,8 @@ import click
 import pytest
 
 from teleloader.cli.commands import teleloader
-from teleloader_server.cli.group import COMMANDS, commands
+from teleloader_server.cli.group import commands
+from teleloader_server.cli.hosting import COMMANDS
 from tests.conftest import ROOT, ServerProcess
 from tests.end_to_end.made_up import MadeUpServer, serving
 from tests.end_to_end.terminal import SERVER, TOOLS, Done, piped, terminal

@@ -88,9 +88,28 @@ def test_unknown_series_and_invalid_queries_are_rejected() -> None:
         for name in ("dataset", "consumer"):
             response = httpx.get(f"{url}/stats/history", params={name: "other"})
             assert response.status_code == 404
-            assert "the server keeps that of recently active ones" in response.json()["detail"]
+            assert "the server keeps the history of recently active ones" in response.json()["detail"]
         for query in ("since=-1", "step=0", "until=x"):
             assert httpx.get(f"{url}/stats/history?{query}").status_code == 422
+
+
+def test_the_announced_advice_is_for_the_demand(start_server: StartServer) -> None:
+    """The advice in announcements has the number of workers that meets the demand, as that of /stats."""
+    registry = start_server("tests.end_to_end.hosted:numbers", "--num-workers", "1")
+    other = start_server(
+        "tests.end_to_end.hosted:unhurried", "--num-workers", "1", "--announce", f"registry+{registry.url}"
+    )
+
+    def advice() -> str:
+        servers = httpx.get(f"{registry.url}/stats/servers").json()["servers"]
+        summaries = [server["summary"] or {} for server in servers if server["url"] == other.url]
+        return "".join(summary.get("advice", "") for summary in summaries)
+
+    with training(RemoteDataset(other.url), step=0.01, batch_size=40, seed=0):
+        eventually(lambda: "fetch" in advice(), 60)
+        (consumer,) = httpx.get(f"{other.url}/stats").json()["consumers"]
+        assert "would keep up" in consumer["diagnosis"]["advice"]
+        assert "would keep up" in advice()
 
 
 def test_a_registry_has_the_figures_of_announced_servers(start_server: StartServer) -> None:

@@ -104,7 +104,8 @@ def test_events_without_room_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_events_lost_at_the_same_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """An event that the writing thread loses while the number of lost events is written is in the next number."""
-    handler = audit._Queue(queue.Queue())
+    events: queue.Queue[Any] = queue.Queue()
+    handler = audit._Queue(events)
     handler.count_lost()
     prepare = handler.prepare
     writing = threading.Thread(target=handler.count_lost)
@@ -118,7 +119,7 @@ def test_events_lost_at_the_same_time_are_counted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(handler, "prepare", prepare_slowly)
     handler.handle(logging.makeLogRecord({"msg": "read"}))
     writing.join()
-    lost, _ = handler.queue.get_nowait(), handler.queue.get_nowait()
+    lost = events.get_nowait()
     assert lost.fields["count"] + handler._lost == 2
 
 

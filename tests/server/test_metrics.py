@@ -13,9 +13,6 @@ from teleloader_server.dispatch.counters import (
     KEEP_LOOPS,
     MAX_ERROR_TYPES,
     MAX_KEPT_LIST,
-    MAX_MESSAGE,
-    MAX_SHOWN_INDICES,
-    MAX_TRACEBACK,
     MIN_STALL,
     OTHER_ERRORS,
     SLOWEST,
@@ -24,6 +21,7 @@ from teleloader_server.dispatch.counters import (
     PoolCounters,
     Recent,
 )
+from teleloader_server.dispatch.error_log import MAX_MESSAGE, MAX_SHOWN_INDICES, MAX_TRACEBACK
 from teleloader_server.dispatch.quotas import Quota
 from teleloader_server.dispatch.records import Consumer, EpochState, Loader, PrincipalShare
 from teleloader_server.loading.tasks import GroupReport, Task

@@ -118,19 +118,21 @@ VALID = {"host": "h", "pid": 1, "run": "train.py", "seconds": 10.0, "uncertainty
 
 def test_client_times_are_on_the_clock_of_the_server() -> None:
     """The offset of the clocks is added to each time."""
-    found = client_times(VALID, "consumer", "token", "key", 3)
+    found = client_times(VALID, "consumer", "token", "key", 3, 64)
     assert found is not None
     (received,), (wait,), (step,) = found.received, found.waits, found.steps
     assert (received.first_byte_at, received.last_byte_at, received.decoded_at) == (11.0, 12.0, 13.0)
     assert (wait.began_at, wait.ended_at, step.at, found.run) == (11.0, 12.0, 12.0, "train.py")
-    assert client_times({}, "consumer", "token", "key", 3) is None
+    largest = {**VALID, "received": [[0, 64, 1.0, 2.0, 3.0]]}
+    assert client_times(largest, "consumer", "token", "key", 3, 64) is not None
+    assert client_times({}, "consumer", "token", "key", 3, 64) is None
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"host": 1}, {"host": "h" * 300}, {"pid": -1}, {"run": "\n"}, {"seconds": None}, {"uncertainty": "1"},
-        {"received": {}}, {"received": [[0, 2, 3.0, 2.0, 1.0]]}, {"received": [[0, 2**30, 1.0, 2.0, 3.0]]},
+        {"received": {}}, {"received": [[0, 2, 3.0, 2.0, 1.0]]}, {"received": [[0, 65, 1.0, 2.0, 3.0]]},
         {"received": [[0, 1]]}, {"waits": [[0, float("nan"), 1.0]]}, {"waits": [["0", 0.0, 1.0]]},
         {"steps": [[0, 1.0]] * 600}, {"steps": [[True, 1.0]]}, {"steps": None},
     ],
@@ -139,7 +141,7 @@ def test_client_times_are_on_the_clock_of_the_server() -> None:
 def test_invalid_client_times_are_rejected(wrong: dict[str, Any]) -> None:
     """Values of other types or ranges, descending times, and long lists get status 422."""
     with pytest.raises(HttpProblem, match="invalid times of batches"):
-        client_times({**VALID, **wrong}, "consumer", "token", "key", 3)
+        client_times({**VALID, **wrong}, "consumer", "token", "key", 3, 64)
 
 
 # -- workers

@@ -36,6 +36,13 @@ MAX_S: Final = 600.0
 MAX_TIMELINE_BYTES: Final = 64 * 2**20
 """Maximum size of a server's response in bytes."""
 
+RESOLUTION_NS: Final = 125
+"""Resolution of times: an eighth of a microsecond, the unit of the format.
+
+Sums of the start and the duration of a slice are exact with it, so that slices which end at the same time do so for
+readers that compare the sums.
+"""
+
 BatchKey = tuple[str, int, int]
 """Key of the loader, epoch and batch."""
 _FIRST_CLIENT: Final = 1000
@@ -129,7 +136,7 @@ def record(source: Source, seconds: float, batches: int | None, file: str) -> No
     where = "" if file == "-" else f" in {file}. Open it at https://ui.perfetto.dev"
     click.echo(f"teleloader: recorded {done}{where}", err=True)
     if not clients:
-        click.echo("teleloader: no client reported its part: only the servers' parts are in the trace", err=True)
+        click.echo("teleloader: no client reported its times: record while a training loop requests batches", err=True)
 
 
 @dataclass(slots=True)
@@ -376,7 +383,7 @@ def _starts(recording: Recording) -> Iterator[float]:
 
 
 def _ns(at: float, shift: float) -> int:
-    return max(0, round(1e9 * (at + shift)))
+    return max(0, RESOLUTION_NS * round(1e9 * (at + shift) / RESOLUTION_NS))
 
 
 def _add_server(
@@ -492,7 +499,8 @@ class _Clients:
             key = times.loader, times.epoch, step.batch
             at = _ns(step.at, shift)
             wait = waits.get(step.batch)
-            loop.append(("wait", min(at, _ns(wait.began_at, shift)) if wait else at, at, key))
+            if wait and (began := _ns(wait.began_at, shift)) < at:
+                loop.append(("wait", began, at, key))
             if following is not None:
                 later = waits.get(following.batch)
                 end = _ns(later.began_at if later else following.at, shift)

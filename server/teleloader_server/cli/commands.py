@@ -27,7 +27,7 @@ from teleloader_server.auth.token_file import TOKENS_VARIABLE, TokenFile
 from teleloader_server.cli import check as checking
 from teleloader_server.cli.banner import log_start, show_banner
 from teleloader_server.cli.fleet import advertised_url, announcer, fleet_of, fleet_options
-from teleloader_server.cli.group import HostingCommand, complete_command
+from teleloader_server.cli.hosting import HostingCommand, complete_command
 from teleloader_server.cli.isolation import isolation_options, pop_isolation, protect_process, secret_files
 from teleloader_server.cli.listener import Listener, bind_consecutive
 from teleloader_server.cli.parameters import Limit, Size, usage_errors

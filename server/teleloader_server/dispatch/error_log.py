@@ -172,7 +172,7 @@ def batch_preview(task: Task, listed: list[int] | None) -> Preview | None:
 def sample_preview(task: Task, sample: object) -> Preview | None:
     """Return the request for a batch with one sample of the same dataset; None if its index is no integer.
 
-    Sources of a mixture have no common index list, so that there is no request for one of their samples.
+    Sources of a mixture have no common index list, so that a request cannot name one of their samples.
     """
     spec = task.spec
     if type(sample) is not int or spec.mixture is not None or spec.in_process or spec.batch_of == "lengths":

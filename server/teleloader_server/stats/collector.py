@@ -184,10 +184,9 @@ class StatsCollector:
         if self._counters.num_active(now):
             snapshots = [self._snapshot(engine, now) for engine in self._service.engines.started()]
             server = self._server(snapshots, {}, now)
-            machine = self._machine.current(server.cpus, server.cpu, self._cpu.idle_fraction())
-            main = self._main.current(now, server.event_loop_lag)
-            loads = {snapshot.engine: _load(snapshot, [], server, machine, main) for snapshot in snapshots}
-            async for engine, sample in _in_slices(await self._samples(snapshots, now)):
+            samples = await self._samples(snapshots, now)
+            loads = self._loads(snapshots, samples, server, now)
+            async for engine, sample in _in_slices(samples):
                 if sample.is_latest and sample.recent.idle <= WINDOW:
                     self._record_diagnosis(sample, loads[engine], now)
         self._recorder.end_diagnoses()
@@ -296,16 +295,8 @@ class StatsCollector:
         snapshots = [self._snapshot(engine, now) for engine in self._service.engines.started()]
         server = self._server(snapshots, memory, now)
         samples = await self._samples(snapshots, now)
-        loops: dict[Engine, list[_ConsumerSample]] = {snapshot.engine: [] for snapshot in snapshots}
-        for engine, sample in samples:
-            if sample.is_latest:
-                loops[engine].append(sample)
-        machine = self._machine.current(server.cpus, server.cpu, self._cpu.idle_fraction())
-        main = self._main.current(now, server.event_loop_lag)
-        loads = {
-            snapshot.engine: _load(snapshot, loops[snapshot.engine], server, machine, main) for snapshot in snapshots
-        }
-        active = [sample.load for engine in loops.values() for sample in engine if sample.recent.is_active]
+        loads = self._loads(snapshots, samples, server, now)
+        active = [sample.load for _, sample in samples if sample.is_latest and sample.recent.is_active]
         workers = demand(active, sum(snapshot.load for snapshot in snapshots))
         page = samples[offset : offset + limit]
         return Stats(
@@ -371,6 +362,22 @@ class StatsCollector:
             memory_lent=self._service.quotas.lent,
             publication_error=(self._service.publisher.last_error or "")[-MAX_ERROR:] or None,
         )
+
+    def _loads(
+        self,
+        snapshots: Iterable[EngineSnapshot],
+        samples: Iterable[tuple[Engine, _ConsumerSample]],
+        server: ServerStats,
+        now: float,
+    ) -> dict[Engine, PoolLoad]:
+        """Return the loads of the worker pools, with the demand of all their training loops."""
+        loops: dict[Engine, list[_ConsumerSample]] = {snapshot.engine: [] for snapshot in snapshots}
+        for engine, sample in samples:
+            if sample.is_latest:
+                loops[engine].append(sample)
+        machine = self._machine.current(server.cpus, server.cpu, self._cpu.idle_fraction())
+        main = self._main.current(now, server.event_loop_lag)
+        return {each.engine: _load(each, loops[each.engine], server, machine, main) for each in snapshots}
 
     def _record(self, sample: _ConsumerSample, by: PoolLoad, now: float) -> ConsumerStats:
         consumer, tally, recent, _, _ = sample

@@ -101,7 +101,7 @@ class Ring:
             self._values[:, :end] = np.nan
 
     def latest(self, second: int, series: int) -> float:
-        """Return the value of a series in a second; NaN if it was not recorded or is no longer kept."""
+        """Return the value of a series in a second; NaN if it was not recorded, or was overwritten."""
         if not self._last - self._seconds < second <= self._last or second < 0:
             return float("nan")
         return float(self._values[series, second % self._seconds])

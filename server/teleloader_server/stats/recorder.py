@@ -85,7 +85,7 @@ class LoopState:
     """Key of the loader of its latest iteration."""
     diagnosis: Diagnosis | None = None
     code: float = NO_VALUE
-    """Diagnosis: position in `LABELS`; NaN if there is none."""
+    """Diagnosis: position in `LABELS`; NaN if unknown."""
     rtt: float = NO_VALUE
     diagnosed: bool = False
     """True if the latest diagnoses included it."""
@@ -329,7 +329,9 @@ class Recorder:
 
     @staticmethod
     def _missing(what: str) -> Ring:
-        raise UnknownSeries(f"no history of {what}: the server keeps that of recently active ones")
+        raise UnknownSeries(
+            f"unknown {what}: the server keeps the history of recently active ones. GET /stats/history lists them"
+        )
 
 
 def _certainty(diagnosis: Diagnosis) -> tuple[bool, float]:

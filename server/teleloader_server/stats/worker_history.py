@@ -57,7 +57,7 @@ class Ring:
 
 
 class WorkerHistory:
-    """Samples of all workers; those of workers that no longer exist are removed."""
+    """Samples of all workers; those of removed workers are deleted."""
 
     def __init__(self) -> None:
         self._rings: dict[WorkerKey, Ring] = {}

@@ -369,7 +369,8 @@ def make_router() -> APIRouter:
         service.loader(caller, key, epoch)
         times = await read_object(request, MAX_TIMINGS_BYTES)
         token = caller.authorize(READ).name
-        service.timed(caller, key, client_times(times, consumer, token, key, epoch))
+        most = service.client_limits.max_batches_per_request
+        service.timed(caller, key, client_times(times, consumer, token, key, epoch, most))
         return {"received_at": received_at, "sent_at": clock()}
 
     return router

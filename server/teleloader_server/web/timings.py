@@ -15,11 +15,12 @@ from teleloader_shared.spec import MAX_EPOCH
 MAX_TIMINGS_BYTES: Final = 256 * 1024
 """Maximum size of a report in bytes: 512 entries of each kind have at most 100 KB."""
 MAX_HOST: Final = 255
-MAX_PER_RESPONSE: Final = 2**20
 _NAMES: Final = ("host", "pid", "seconds", "uncertainty", "received", "waits", "steps")
 
 
-def client_times(fields: dict[str, Any], consumer: str, token: str, key: str, epoch: int) -> ClientTimes | None:
+def client_times(
+    fields: dict[str, Any], consumer: str, token: str, key: str, epoch: int, max_batches: int
+) -> ClientTimes | None:
     """Convert the body of a report; return None for an empty one, with which a client only measures the clock.
 
     Args:
@@ -28,6 +29,7 @@ def client_times(fields: dict[str, Any], consumer: str, token: str, key: str, ep
         token: Name of its token.
         key: Key of the loader.
         epoch: Epoch number.
+        max_batches: Maximum number of batches per request, and hence of a response.
 
     Raises:
         HttpProblem: If the report is invalid.
@@ -44,7 +46,7 @@ def client_times(fields: dict[str, Any], consumer: str, token: str, key: str, ep
         for entry in _entries(received):
             first, batches, *times = entry
             first_byte, last_byte, decoded = _ascending(times, offset)
-            at = Received(_number(first), _number(batches, MAX_PER_RESPONSE), first_byte, last_byte, decoded)
+            at = Received(_number(first), _number(batches, max_batches + 1), first_byte, last_byte, decoded)
             responses.append(at)
         waited = [Waited(_number(batch), *_ascending(times, offset)) for batch, *times in _entries(waits)]
         stepped = [Step(_number(batch), _seconds(at) + offset) for batch, at in _entries(steps)]

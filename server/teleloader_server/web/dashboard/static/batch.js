@@ -53,7 +53,7 @@ export class BatchView {
     return this.#look(() => load(preview), title);
   }
 
-  // Show why there is no batch to be shown.
+  // Show why the batch is not shown.
   refuse(reason) {
     byId("batch").scrollIntoView();
     this.#content.replaceChildren();

@@ -94,7 +94,7 @@ export class HistoryView {
     this.#build("server");
   }
 
-  // One more second: read what is missing since the latest one.
+  // Read the points that are missing since the latest one.
   async show() {
     if (this.#fixed !== null || this.#reading) return;
     this.#reading = true;

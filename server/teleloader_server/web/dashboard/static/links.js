@@ -41,11 +41,11 @@ export class Links {
 
   async #open(found, isSample, title) {
     if (found === undefined) {
-      this.#batch.refuse("The server does not list this error or sample any more.");
+      this.#batch.refuse("The server does not list this error or sample: only the latest errors and the slowest samples are kept. Select a listed one.");
       return;
     }
     const preview = isSample ? found.sample_preview : found.batch_preview;
-    if (preview === null) this.#batch.refuse(`${title}The batch cannot be loaded again.`);
+    if (preview === null) this.#batch.refuse(`${title}The batch cannot be loaded again: its dataset is iterable-style, or its index list is unknown.`);
     else await this.#batch.open(preview, title);
   }
 }

@@ -56,7 +56,7 @@ export class Points {
     return this.#next === null ? null : this.#origin + this.#latest;
   }
 
-  // Time of the first point; null if there is none.
+  // Time of the first point; null without points.
   get first() {
     return this.#earlier.times[0] ?? this.#current.times[0] ?? null;
   }

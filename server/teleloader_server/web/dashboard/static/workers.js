@@ -52,7 +52,7 @@ export class WorkerTable {
     byId("worker-table").append(this.#table.element);
   }
 
-  // One more second, whether or not anybody sees the page.
+  // Add a second, also while the page is hidden.
   note(workers) {
     const before = this.#histories;
     this.#histories = new Map();
