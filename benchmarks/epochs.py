@@ -161,7 +161,8 @@ def loader_of(url: str, order: str, *, prefetch_next_epoch: bool) -> Any:
 
     from teleloader import DataLoader, LengthBalance, Mixture, Packing, RemoteDataset
 
-    options, dataset = dict(ORDERS[order]), RemoteDataset(url, "stream" if order == "iterable-style" else "timed")
+    options = dict(ORDERS[order])
+    dataset: Any = RemoteDataset(url, "stream" if order == "iterable-style" else "timed")
     if order == "mixture":
         sources = {name: RemoteDataset(url, name) for name in ("timed", "other")}
         dataset = Mixture(sources, {"timed": 1, "other": 1}, samples=BATCHES * BATCH_SIZE)

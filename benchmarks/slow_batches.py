@@ -2,10 +2,9 @@
 
     python -m benchmarks.slow_batches
 
-Each batch of 8 samples takes one of four workers 20 ms, and the training loop 20 ms, except for one batch, whose samples
-take 0.5 s each, and therefore 4 s together. A server that divided this batch among all workers would need 1 s at best.
-The second case measures this limit: each sample of the batch takes 0.125 s. In the third case, early starts are turned
-off.
+Each batch of 8 samples takes one of four workers 20 ms, and the training loop 20 ms. The samples of one batch take
+0.5 s each, and therefore 4 s together. A server that divided this batch among all workers would need 1 s at best.
+Samples of 0.125 s measure this limit. Both cases are repeated with early starts turned off.
 """
 
 from __future__ import annotations
