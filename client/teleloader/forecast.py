@@ -18,6 +18,10 @@ MAX_MISSES: Final = 2
 """Consecutive wrong forecasts after which a loader makes no further ones: the training loop draws from the same
 generator, or changes the samplers."""
 
+MAX_SAMPLES: Final = 250_000
+"""Maximum number of samples of an epoch that is forecast: drawing more takes the training loop over 50 ms, and the draw
+at the start of the epoch then determines the wait for its first batch."""
+
 
 class Forecast:
     """Base seed and index lists that torch's samplers will yield if nothing changes before the epoch starts.

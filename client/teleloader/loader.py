@@ -191,9 +191,10 @@ class DataLoader(Generic[Batch]):
         device_ahead: Batches to copy to the device before the training loop requests them, at least 0; 2 by default.
             Each occupies device memory.
         prefetch_next_epoch: Whether to prefetch the first batches of the next epoch at the end of an epoch, so that
-            they are ready when the next epoch starts; False by default. Applies to the seeded order with shared
-            workers. Servers compute these batches with the lowest priority. The loader keeps them in memory until the
-            next epoch, and discards up to one prefetch window after the last one.
+            they are ready when the next epoch starts. None (the default) prefetches once a second epoch has started,
+            or after `set_epoch` or `load_state_dict`, so that a single pass computes nothing in vain. Servers compute
+            these batches with the lowest priority. The loader keeps them in memory until the next epoch, and discards
+            up to one prefetch window after the last one. See docs/next_epoch.md for the orders to which it applies.
         on_error: What to do if the dataset raises an exception for a sample. ``"raise"`` (the default) raises it in
             ``next()``, as torch. ``"skip"`` omits the sample, so that the batch is shorter, and ``"replace"`` uses
             another sample of the dataset, chosen by seed, epoch, batch and position; both retry the sample first.
@@ -247,7 +248,7 @@ class DataLoader(Generic[Batch]):
         device: Any = None,
         device_transform: Callable[[Any], Batch] | None = None,
         device_ahead: int = DEFAULT_DEVICE_AHEAD,
-        prefetch_next_epoch: bool = False,
+        prefetch_next_epoch: bool | None = None,
         sharding: Any = None,
         on_error: OnError = "raise",
         error_retries: int = 2,
@@ -351,6 +352,8 @@ class DataLoader(Generic[Batch]):
         """Progress of the last iterator; None if the next position does not depend on it."""
         self._last: Callable[[], LoaderIterator | None] = lambda: None
         """Weak reference to the last iterator; returns None once the iterator was deleted."""
+        self._has_further_epochs = False
+        """True if the user has started a second epoch, or selected or restored one."""
         self._next_epoch: NextEpoch | None = None
         """Prefetched batches of the epoch that probably starts next; None if it cannot be prefetched."""
         self._iterator: LoaderIterator | None = None
@@ -525,6 +528,7 @@ class DataLoader(Generic[Batch]):
     def _start_epoch(self, iterator: LoaderIterator, placement: Placement, first_batch: int) -> None:
         """Start the next epoch with `iterator`."""
         order = self._order
+        self._has_further_epochs |= self._progress is not None and not self._progress.is_unused
         begun = self._next = order.initial(self._initial_position(order, first_batch))
         resumed = begun.random
         random_state = self._random_state(order)
@@ -564,10 +568,14 @@ class DataLoader(Generic[Batch]):
             # weak: without the loader, no other epoch can start
             iteration.next_epoch = weakref.WeakMethod(self._next_epoch.prefetch)
 
+    @property
+    def _prefetches_next_epoch(self) -> bool:
+        return self._has_further_epochs if self.prefetch_next_epoch is None else self.prefetch_next_epoch
+
     def _prefetchable(self, start: Start) -> NextEpoch | None:
         """Return the object that prefetches an epoch, or None if the batches depend on when the epoch starts."""
         order = start.order
-        if not self.prefetch_next_epoch or not (order.has_plan or order.can_forecast):
+        if not self._prefetches_next_epoch or not (order.has_plan or order.can_forecast):
             return None
         if isinstance(self._remote, DirectDataset) or (start.channel is not None and not start.channel.is_leader):
             return None
@@ -691,6 +699,7 @@ class DataLoader(Generic[Batch]):
         """
         if not isinstance(epoch, SupportsIndex) or isinstance(epoch, bool) or operator.index(epoch) < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
+        self._has_further_epochs = True
         if epoch != self._next.epoch:
             self._next = Position(operator.index(epoch))
         if self._next_epoch is not None:
@@ -747,8 +756,8 @@ class DataLoader(Generic[Batch]):
         the same in both loaders; with `max_tokens`, `group` must be the same, and ``world_size`` must divide the count
         of batches of all ranks.
 
-        In seeded order, with `prefetch_next_epoch`, prefetching starts immediately, for the current rank. With `device`
-        or `pin_memory`, this requires that the process already uses the accelerator.
+        Unless `prefetch_next_epoch` is False, prefetching starts immediately, for the current rank. With `device` or
+        `pin_memory`, this requires that the process already uses the accelerator.
 
         If the state belongs to another version of the dataset than the newest one, the `RemoteDataset` selects this
         version, unless its argument `version` was given, or another loader uses it.
@@ -772,7 +781,8 @@ class DataLoader(Generic[Batch]):
         self._next = position
         self._progress = self._iterator = self._next_epoch = None
         # before its first use of an accelerator, the process may still select a device, or fork
-        if self.prefetch_next_epoch and not initializes_device(self.device, pin_memory=self.pin_memory):
+        self._has_further_epochs = True
+        if self._prefetches_next_epoch and not initializes_device(self.device, pin_memory=self.pin_memory):
             start = self._start(order, None, None, self._placement())
             self._next_epoch = self._prefetchable(start)
             if self._next_epoch is not None:

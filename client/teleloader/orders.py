@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from teleloader.fetch.length_check import LengthCheck
-from teleloader.forecast import MAX_MISSES, Forecast
+from teleloader.forecast import MAX_MISSES, MAX_SAMPLES, Forecast
 from teleloader.sampling import (
     IndexLists,
     ShownSamplers,
@@ -256,11 +256,12 @@ class SamplerOrder(Order):
 
     @property
     def can_forecast(self) -> bool:
-        """True if the next epoch can be forecast: only for torch's own samplers, which can be copied.
+        """True if the next epoch can be forecast: only for torch's own samplers, of up to `MAX_SAMPLES` samples.
 
         A user's sampler may have side effects, and its order may depend on the progress of training.
         """
-        return self._misses < MAX_MISSES and is_torchs_own(batched_sampler(self._sampler))
+        source = batched_sampler(self._sampler)
+        return self._misses < MAX_MISSES and is_torchs_own(source) and len(source) <= MAX_SAMPLES
 
     def forecast(self, generator: Any, *, draws_base_seed: bool, skip: int) -> Forecast:
         """Forecast the index lists of the next epoch; arguments as of `Forecast`."""

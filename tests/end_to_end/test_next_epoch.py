@@ -168,6 +168,67 @@ def test_an_iterator_alone_does_not_prefetch_the_next_epoch(dataset: Logged, url
     assert dataset.computed(1) == 0
 
 
+def test_a_single_pass_prefetches_nothing_by_default(dataset: Logged, url: str) -> None:
+    """A second epoch may not follow. Once one has started, further epochs are prefetched."""
+    loading = loader(url, prefetch_next_epoch=None)
+    assert received(loading) == expected(loading, 0)
+    assert len(list(loader(url, prefetch_next_epoch=False))) == BATCHES  # further time for the workers
+    assert dataset.computed(1) == 0
+    assert received(loading) == expected(loading, 1)
+    eventually(lambda: dataset.computed(2) == WINDOW)
+    assert received(loading) == expected(loading, 2)
+
+
+def test_by_default_set_epoch_announces_further_epochs(dataset: Logged, url: str) -> None:
+    """A training loop that selects epochs has more than one."""
+    loading = loader(url, prefetch_next_epoch=None)
+    loading.set_epoch(0)
+    assert received(loading) == expected(loading, 0)
+    eventually(lambda: dataset.computed(1) == WINDOW)
+
+
+def test_training_processes_share_the_prefetched_batches(dataset: Logged, url: str) -> None:
+    """Each batch of each epoch is computed once for all of them."""
+    loaders = [loader(url) for _ in range(3)]
+    for epoch in range(3):
+        iterators = [iter(each) for each in loaders]
+        rows = [[next(iterator).tolist() for iterator in iterators] for _ in range(BATCHES)]
+        assert all(len(list(iterator)) == 0 for iterator in iterators)
+        assert [list(batches) for batches in zip(*rows, strict=True)] == 3 * [expected(loaders[0], epoch)]
+        eventually(lambda following=epoch + 1: dataset.computed(following) == WINDOW)  # type: ignore[misc]
+        assert dataset.computed(epoch) == BATCHES
+
+
+def test_a_full_memory_budget_delays_no_current_epoch(tmp_path: Path) -> None:
+    """Batches of the next epoch are not computed while memory is full, and are evicted before others."""
+    dataset = Logged(tmp_path / "log", 2**15)
+    nbytes = SIZE * 8 * dataset.width
+    with serve(dataset, num_workers=WORKERS, memory_budget=3 * nbytes) as url:
+        ending, running = loader(url), DataLoader(RemoteDataset(url), SIZE, True, seed=9, output="numpy")
+        current = iter(running)
+        next(current)
+        for epoch in range(3):
+            assert [batch[:, :2].tolist() for batch in ending] == expected(ending, epoch)
+        assert [batch[:, :2].tolist() for batch in current] == expected(running, 0)[1:]
+
+
+def test_another_number_of_ranks_continues_while_the_next_epoch_is_prefetched(url: str) -> None:
+    """A state that two ranks save among their last batches is loaded by one rank."""
+    ranks = [loader(url, rank=rank, world_size=2) for rank in range(2)]
+    iterators = [iter(each) for each in ranks]
+    for _ in range(BATCHES // 2 - 1):
+        for iterator in iterators:
+            next(iterator)
+    state = ranks[0].state_dict()
+    alone = DataLoader(
+        RemoteDataset(url), 2 * SIZE, True, num_workers=WORKERS, seed=7, output="numpy", prefetch_next_epoch=True
+    )
+    alone.load_state_dict(state)
+    rest = sorted(index for iterator in iterators for batch in iterator for _, index in batch.tolist())
+    assert sorted(index for batch in alone for _, index in batch.tolist()) == rest
+    assert received(alone) == expected(alone, 1)
+
+
 def test_prefetching_can_be_disabled(dataset: Logged, url: str) -> None:
     """With ``prefetch_next_epoch=False``, each epoch is computed only after its start."""
     loading = loader(url, prefetch_next_epoch=False)

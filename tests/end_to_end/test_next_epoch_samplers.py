@@ -221,6 +221,16 @@ def test_set_epoch_of_the_loader_selects_the_epoch_of_the_dataset(server: Server
         assert {row[1] for batch in found[0] for row in batch} == {epoch}
 
 
+def test_a_long_epoch_is_not_forecast(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw of all samples would delay the training loop."""
+    monkeypatch.setattr("teleloader.orders.MAX_SAMPLES", LENGTH - 1)
+    loading = loader(server)
+    began = sent(server)
+    count = len(list(loading))
+    list(loader(server, prefetch_next_epoch=False))  # further time for the server
+    assert sent(server) == began + 2 * count
+
+
 class Counting:
     """Sampler that counts its iterations."""
 

@@ -186,7 +186,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Bottleneck, int | None, s
         2,
         "The training loop waits 30 % of the time for batches that are not ready, although workers are idle 50 % of "
         "the time: prefetch more (num_workers=1 and prefetch_factor=6 of the DataLoader), so that batches start "
-        "earlier. If epochs are short, set seed= and prefetch_next_epoch=True of the DataLoader.",
+        "earlier. If epochs are short, set prefetch_next_epoch=True of the DataLoader.",
     ),
     "a slow sample explains little of the wait": (
         {

@@ -102,7 +102,7 @@ def prefetch(consumer: ConsumerRates, pool: PoolLoad) -> str:
     more = _prefetch(consumer, pool, 2 * longest)
     remedy = f"{more}, so that batches start earlier" if more is not None else _faster(consumer)
     return (
-        f"{_waits(consumer)} for batches that are not ready, {idle}: {remedy}. If epochs are short, set seed= and "
+        f"{_waits(consumer)} for batches that are not ready, {idle}: {remedy}. If epochs are short, set "
         "prefetch_next_epoch=True of the DataLoader."
     )
 
@@ -120,7 +120,7 @@ def idle_workers(consumer: ConsumerRates, pool: PoolLoad) -> str:
     """Return the text for idle workers that no measurement explains."""
     return (
         f"{_waits(consumer)} for batches that are not ready, although workers are idle {_percent(1 - pool.busy)} of "
-        "the time, and no measurement explains it. If epochs are short, set seed= and prefetch_next_epoch=True of the "
+        "the time, and no measurement explains it. If epochs are short, set prefetch_next_epoch=True of the "
         "DataLoader; if a batch takes less than 1 ms, use larger batches."
     )
 
