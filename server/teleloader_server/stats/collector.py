@@ -16,7 +16,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Final, NamedTuple, TypeVar
 
-from teleloader_server.dispatch.counters import BatchSeconds, ConsumerCounters, LoopCounters
+from teleloader_server.dispatch.counters import BatchSeconds, ConsumerCounters, DatasetCounters, LoopCounters
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer, Loader, training_loop
@@ -297,7 +297,7 @@ class StatsCollector:
         page = samples[offset : offset + limit]
         return Stats(
             replace(server, demand=workers.total, demand_unmeasured=workers.unmeasured),
-            datasets=[self._dataset(info, now) for info in datasets.values()],
+            datasets=[dataset_stats(info, self._counters.datasets[info.name], now) for info in datasets.values()],
             workers=[
                 self._worker(snapshot, state, memory.get(state.pid, NO_MEMORY), busy=busy)
                 for snapshot in snapshots
@@ -415,34 +415,6 @@ class StatsCollector:
             pss=memory.pss,
         )
 
-    def _dataset(self, info: DatasetInfo, now: float) -> DatasetStats:
-        tally = self._counters.datasets[info.name]
-        samples, _ = tally.computed_window.rates(now, tally.samples, tally.failed)
-        return DatasetStats(
-            dataset=info.name,
-            kind=info.kind,
-            length=info.length,
-            batches_computed=tally.computed,
-            batches_sent=tally.sent,
-            batches_failed=tally.failed,
-            batches_retried=tally.retried,
-            samples_computed=tally.samples,
-            samples_per_second=samples,
-            stages={stage: histogram.latency() for stage, histogram in tally.stages.items()},
-            slowest=tally.slowest(),
-            errors=tally.errors(now),
-            samples_substituted=tally.substituted,
-            cache_hits=tally.cache_hits,
-            cache_misses=tally.cache_misses,
-            cache_saved=tally.cache_saved,
-            samples_slow=tally.slow_samples,
-            batches_early=tally.early,
-            batches_backed_up=tally.backups,
-            tokens=tally.tokens,
-            tokens_padded=tally.tokens_padded,
-            padding_fraction=padding_fraction(tally.tokens, tally.tokens_padded),
-        )
-
     @staticmethod
     async def _samples(snapshots: list[EngineSnapshot], now: float) -> list[tuple[Engine, _ConsumerSample]]:
         """Return all consumers with their engines, most recently active first.
@@ -468,6 +440,35 @@ class StatsCollector:
             rates = latest[tally.loop] = later or _rates(snapshot, consumer, tally, now)
             found.append((snapshot.engine, _ConsumerSample(consumer, tally, *rates, is_latest=later is None)))
         return found
+
+
+def dataset_stats(info: DatasetInfo, tally: DatasetCounters, now: float) -> DatasetStats:
+    """Return the statistics of a dataset at the time `now`, by ``time.monotonic()``."""
+    samples, _ = tally.computed_window.rates(now, tally.samples, tally.failed)
+    return DatasetStats(
+        dataset=info.name,
+        kind=info.kind,
+        length=info.length,
+        batches_computed=tally.computed,
+        batches_sent=tally.sent,
+        batches_failed=tally.failed,
+        batches_retried=tally.retried,
+        samples_computed=tally.samples,
+        samples_per_second=samples,
+        stages={stage: histogram.latency() for stage, histogram in tally.stages.items()},
+        slowest=tally.slowest(),
+        errors=tally.errors(now),
+        samples_substituted=tally.substituted,
+        cache_hits=tally.cache_hits,
+        cache_misses=tally.cache_misses,
+        cache_saved=tally.cache_saved,
+        samples_slow=tally.slow_samples,
+        batches_early=tally.early,
+        batches_backed_up=tally.backups,
+        tokens=tally.tokens,
+        tokens_padded=tally.tokens_padded,
+        padding_fraction=padding_fraction(tally.tokens, tally.tokens_padded),
+    )
 
 
 async def _in_slices(items: Sequence[_Item]) -> AsyncIterator[_Item]:
