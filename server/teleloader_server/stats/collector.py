@@ -23,6 +23,7 @@ from teleloader_server.dispatch.records import Consumer, Loader, training_loop
 from teleloader_server.dispatch.service import LoaderService
 from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.replay import Replayed
+from teleloader_server.loading.stages import STAGES
 from teleloader_server.loading.tasks import SLOW_FROM
 from teleloader_server.stats.bottleneck import diagnose
 from teleloader_server.stats.demand import ConsumerLoad, demand, is_saturated
@@ -243,6 +244,7 @@ class StatsCollector:
             recycled=state.restarts.recycled,
             last_exit=state.restarts.last_exit,
             history=self._workers.of((pool, worker), now),
+            stages=[stage.name for stage in STAGES],
             recent=self._counters.timeline.of_worker(pool, worker, RECENT_BATCHES),
         )
 
