@@ -154,6 +154,8 @@ class WorkerDetail:
     last_exit: str | None
     history: list[WorkerSample]
     """Memory and CPU use every five seconds for up to an hour, oldest first."""
+    stages: list[str]
+    """Names of the loading stages, in the order of `BatchTimes.stages`."""
     recent: list[BatchTimes]
     """Last batches of the worker, newest first; at most 20."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,17 @@ fleets = st.lists(statistics(), min_size=1, max_size=3)
 def total(fleet: Sequence[Stats], name: str) -> float:
     """Return the sum of a field of the servers."""
     return float(sum(getattr(one.server, name) or 0 for one in fleet))
+
+
+def numbers_of(record: Any) -> dict[str, float]:
+    """Return the fields of a record that are numbers."""
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {name: value for name, value in values.items() if type(value) in (int, float)}
+
+
+def numbered(record: Any, number: int) -> Any:
+    """Return a record in which all numbers have the same value."""
+    return dataclasses.replace(record, **dict.fromkeys(numbers_of(record), number))
 
 
 @settings(max_examples=examples(30))
@@ -119,6 +131,22 @@ def test_the_order_of_the_servers_does_not_matter(fleet: list[Stats]) -> None:
         one.dataset: one.batches_computed for one in after.datasets
     }
     assert sorted(one.idle for one in before.consumers) == sorted(one.idle for one in after.consumers)
+
+
+def test_each_number_of_servers_and_datasets_is_merged() -> None:
+    """No number is that of the first server only, with which the result would depend on the order of the servers."""
+    one, two = made_up(), made_up()
+    fleet = [
+        dataclasses.replace(
+            stats,
+            server=dataclasses.replace(numbered(stats.server, number), host=f"host-{number}"),
+            datasets=[dataclasses.replace(numbered(DATASET, number), length=DATASET.length)],
+        )
+        for number, stats in ((2, one), (5, two))
+    ]
+    before, after = merged(fleet), merged(fleet[::-1])
+    assert numbers_of(before.server) == numbers_of(after.server)
+    assert numbers_of(before.datasets[0]) == numbers_of(after.datasets[0])
 
 
 @settings(max_examples=examples(30))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ import pytest
 
 import teleloader
 from teleloader import DataLoader, RemoteDataset, ServerUnavailable, TeleloaderError, UnknownDataset
+from teleloader.loader import _ORDERING
 from teleloader_server import serve
+from teleloader_shared.spec import LoaderSpec
 from tests.conftest import need
 
 
@@ -22,6 +26,9 @@ def url() -> Iterator[str]:
     with serve({"ten": list(range(10)), "none": []}, num_workers=1) as address:
         yield address
 
+
+NOT_ORDERING = {"dataset", "num_workers", "checksum", "compression", "on_error", "error_retries"}
+"""Arguments in loader specs that do not determine the order of the samples."""
 
 AS_TORCH: list[dict[str, Any]] = [
     {"timeout": -1},
@@ -38,6 +45,12 @@ AS_TORCH: list[dict[str, Any]] = [
     {"batch_size": None, "drop_last": True},
     {"drop_last": 1},
 ]
+
+
+def test_the_arguments_of_specs_that_determine_the_order_are_known() -> None:
+    """A loader with another sampler, as accelerate creates it, is created without these arguments."""
+    arguments = signature(DataLoader.__init__).parameters.keys() & {field.name for field in fields(LoaderSpec)}
+    assert arguments - NOT_ORDERING == arguments & set(_ORDERING)
 
 
 @pytest.mark.parametrize("arguments", AS_TORCH, ids=str)

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from teleloader import DataLoader, RemoteDataset
 from teleloader.cli.commands import teleloader
 from teleloader_server import serve
+from teleloader_server.loading.stages import STAGES
 from teleloader_shared import codec
 from teleloader_shared.codec import Failure, Frame
 from teleloader_shared.messages import CONSUMER_HEADER
@@ -256,6 +257,8 @@ def test_a_worker_has_its_last_batches_and_its_memory() -> None:
         history = eventually(lambda: get(url, "/v1/workers/0")["history"])
         assert history[0]["pid"] == found["pid"] != os.getpid()
         assert history[0]["rss"] > 2**20
+        assert found["stages"] == [stage.name for stage in STAGES]
+        assert {len(each["stages"]) for each in found["recent"]} == {len(STAGES)}
         assert httpx.get(f"{url}/v1/workers/3", trust_env=False).status_code == 404
 
 

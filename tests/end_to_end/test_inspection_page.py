@@ -14,6 +14,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
+from teleloader_server.loading.stages import STAGES, Batch, Collate, Stage
 from tests.conftest import StartServer
 from tests.end_to_end import hosted, inspected
 from tests.end_to_end.browser import Visit, violations
@@ -158,6 +159,29 @@ def test_the_times_of_the_last_batches_are_relative_to_the_newest(servers: ExitS
     earlier = rows.filter(has_text="of epoch 1").all_inner_texts()
     assert len(earlier) == 2
     assert all("before" in text and "last" not in text for text in earlier)
+
+
+class Check(Stage):
+    """Stage that is not built in."""
+
+    name = "check"
+
+    def run(self, batch: Batch) -> None:
+        """Do nothing."""
+
+
+def test_the_last_batches_of_a_worker_have_a_column_for_each_stage(servers: ExitStack, open_page: Open) -> None:
+    """The columns are the stages of the server, in the order of execution; each row has a value in each column."""
+    STAGES.insert(STAGES.index(Collate), Check)
+    servers.callback(STAGES.remove, Check)
+    url = servers.enter_context(serve(inspected.Slow(), num_workers=1))
+    load(url, batch_size=8, seed=0)
+    found = open_page(url, "/#worker-0").locator("#worker-batches table")
+    until(found, "last")
+    titles = found.locator("th[scope=col]").all_text_contents()
+    assert titles == ["Batch", "Ended", "Queue", *(stage.name.capitalize() for stage in STAGES), "Samples"]
+    assert found.locator("tbody tr").first.locator("th, td").count() == len(titles)
+    assert found.locator("tbody tr").first.locator("td").last.text_content() == "8"
 
 
 def test_without_admin_the_page_says_why_it_shows_no_stack(

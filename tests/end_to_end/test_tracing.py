@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+from teleloader_server.loading.stages import STAGES
 from tests.conftest import need
 
 TRACED = """
@@ -68,9 +69,7 @@ def test_a_batchs_life_is_one_trace() -> None:
         ("teleloader decode", "teleloader request"),
         ("teleloader response", "teleloader request"),
         ("teleloader send", "teleloader request"),
-        ("teleloader fetch", "teleloader response"),
-        ("teleloader collate", "teleloader response"),
-        ("teleloader encode", "teleloader response"),
+        *((f"teleloader {stage.name}", "teleloader response") for stage in STAGES),
     }
     counts = Counter(span["name"] for span in found)
     assert counts["teleloader fetch"] == counts["teleloader encode"] == 6

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from teleloader_server.loading.failures import describe
+from teleloader_server.loading.stages import STAGES
 from teleloader_shared.codec import MAX_INDICES, MAX_TEXT, Failure
 from teleloader_shared.orders.plan import Plan
 from teleloader_shared.spec import LoaderSpec
@@ -160,7 +161,7 @@ def test_a_report_says_how_it_went() -> None:
     report = bench.report
     assert report is not None
     assert (report.samples, report.failed) == (2, False)
-    assert len(report.stages) == 3
+    assert len(report.stages) == len(STAGES)
     assert min(report.stages) >= 0
 
 
@@ -176,7 +177,7 @@ def test_the_time_of_a_failure_counts_for_its_stage() -> None:
     assert bench.report is not None
     assert bench.report.failed
     assert bench.report.stages[0] >= 0.02
-    assert bench.report.stages[1:] == [0.0, 0.0]
+    assert not any(bench.report.stages[1:])
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "lz4"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from teleloader_server.dispatch.counters import (
     OTHER_ERRORS,
     SLOWEST,
     Counters,
+    DatasetCounters,
     LoopCounters,
     PoolCounters,
     Recent,
@@ -24,10 +26,12 @@ from teleloader_server.dispatch.counters import (
 from teleloader_server.dispatch.error_log import MAX_MESSAGE, MAX_SHOWN_INDICES, MAX_TRACEBACK
 from teleloader_server.dispatch.quotas import Quota
 from teleloader_server.dispatch.records import Consumer, EpochState, Loader, PrincipalShare
+from teleloader_server.loading.stages import STAGES
 from teleloader_server.loading.tasks import GroupReport, Task
+from teleloader_server.stats.collector import dataset_stats
 from teleloader_shared.codec import BatchId, Failure, to_bytes
 from teleloader_shared.histogram import BLOCK
-from teleloader_shared.messages import ConsumerReport, ReceivingTotals
+from teleloader_shared.messages import ConsumerReport, DatasetInfo, ReceivingTotals
 from teleloader_shared.spec import LoaderSpec
 from teleloader_shared.stats import WINDOW
 
@@ -45,7 +49,8 @@ def report(
     fetch: float = 0.01, *, failed: bool = False, cpu_wait: float = 0.0, cpu: float = 0.0, sample: int | None = None
 ) -> GroupReport:
     """Return the report of a batch."""
-    stages = [[fetch], [0.002], [0.001]]
+    known = {"fetch": fetch, "collate": 0.002, "encode": 0.001}
+    stages = [[known.get(stage.name, 0.0)] for stage in STAGES]
     return GroupReport([50], failed=failed, stages=stages, cpu_wait=cpu_wait, cpu=cpu, slowest=[sample])
 
 
@@ -53,6 +58,17 @@ def fail(pool: PoolCounters, kind: str, message: str = "", traceback: str = "", 
     """Record a failed batch."""
     frame = to_bytes(task(0).batch_id, Failure(kind, message, traceback, list(indices), 0))
     pool.computed(0, [task(0)], [np.frombuffer(frame, np.uint8)], report(failed=True), "anyone")
+
+
+def test_each_count_of_a_dataset_is_reported() -> None:
+    """Statistics contain a value for each field with a default, which only servers of earlier releases omit."""
+    counters = DatasetCounters(0.0)
+    numbers = [name for name, value in vars(counters).items() if type(value) in (int, float)]
+    for number, name in enumerate(numbers, 1):
+        setattr(counters, name, number)
+    info = DatasetInfo("data", "map", "Data", 1, "1", "f", "default", None, [], "batch", 1)
+    found = dataset_stats(info, counters, 1.0)
+    assert [field.name for field in fields(found) if getattr(found, field.name) == field.default] == []
 
 
 def test_batches_are_counted_where_they_belong() -> None:
@@ -64,9 +80,8 @@ def test_batches_are_counted_where_they_belong() -> None:
     dataset = metrics.datasets["data"]
     assert (dataset.computed, dataset.samples, dataset.failed) == (BLOCK + 5, 50 * (BLOCK + 5), 0)
     assert [pool.workers[number].batches for number in (0, 1)] == [BLOCK // 2 + 3, BLOCK // 2 + 2]
-    assert {stage: histogram.count for stage, histogram in dataset.stages.items()} == {
-        "fetch": BLOCK + 5, "collate": BLOCK + 5, "encode": BLOCK + 5,
-    }  # fmt: skip
+    counts = {stage: histogram.count for stage, histogram in dataset.stages.items()}
+    assert counts == {stage.name: BLOCK + 5 for stage in STAGES}
     seconds = pool.loaders[SPEC.key].batch_seconds(0.0).stages
     assert [round(seconds[stage], 6) for stage in ("fetch", "collate", "encode")] == [0.01, 0.002, 0.001]
 

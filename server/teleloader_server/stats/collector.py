@@ -16,14 +16,14 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Final, NamedTuple, TypeVar
 
-from teleloader_server.dispatch.counters import BatchSeconds, ConsumerCounters, LoopCounters
+from teleloader_server.dispatch.counters import BatchSeconds, ConsumerCounters, DatasetCounters, LoopCounters
 from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer, Loader, training_loop
 from teleloader_server.dispatch.service import LoaderService
-from teleloader_server.dispatch.versions import Version
 from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.replay import Replayed
+from teleloader_server.loading.stages import STAGES
 from teleloader_server.loading.tasks import SLOW_FROM
 from teleloader_server.stats.bottleneck import diagnose
 from teleloader_server.stats.demand import ConsumerLoad, demand, is_saturated
@@ -253,6 +253,7 @@ class StatsCollector:
             recycled=state.restarts.recycled,
             last_exit=state.restarts.last_exit,
             history=self._workers.of((pool, worker), now),
+            stages=[stage.name for stage in STAGES],
             recent=self._counters.timeline.of_worker(pool, worker, RECENT_BATCHES),
         )
 
@@ -301,7 +302,10 @@ class StatsCollector:
         page = samples[offset : offset + limit]
         return Stats(
             replace(server, demand=workers.total, demand_unmeasured=workers.unmeasured),
-            datasets=[self._dataset(info, now) for info in datasets.values()],
+            datasets=[
+                dataset_stats(info, self._counters.datasets[info.name], now, self._versions(info.name, now))
+                for info in datasets.values()
+            ],
             workers=[
                 self._worker(snapshot, state, memory.get(state.pid, NO_MEMORY), busy=busy)
                 for snapshot in snapshots
@@ -437,44 +441,19 @@ class StatsCollector:
             pss=memory.pss,
         )
 
-    def _dataset(self, info: DatasetInfo, now: float) -> DatasetStats:
-        tally = self._counters.datasets[info.name]
-        samples, _ = tally.computed_window.rates(now, tally.samples, tally.failed)
-        return DatasetStats(
-            dataset=info.name,
-            kind=info.kind,
-            length=info.length,
-            batches_computed=tally.computed,
-            batches_sent=tally.sent,
-            batches_failed=tally.failed,
-            batches_retried=tally.retried,
-            samples_computed=tally.samples,
-            samples_per_second=samples,
-            stages={stage: histogram.latency() for stage, histogram in tally.stages.items()},
-            slowest=tally.slowest(),
-            errors=tally.errors(now),
-            samples_substituted=tally.substituted,
-            cache_hits=tally.cache_hits,
-            cache_misses=tally.cache_misses,
-            cache_saved=tally.cache_saved,
-            samples_slow=tally.slow_samples,
-            batches_early=tally.early,
-            batches_backed_up=tally.backups,
-            tokens=tally.tokens,
-            tokens_padded=tally.tokens_padded,
-            padding_fraction=padding_fraction(tally.tokens, tally.tokens_padded),
-            versions=[self._version(version, now) for version in self._service.versions.available(info.name)],
-        )
-
-    def _version(self, version: Version, now: float) -> VersionStats:
-        return VersionStats(
-            version=version.info.version,
-            fingerprint=version.info.fingerprint,
-            revision=version.revision,
-            newest=self._service.versions.is_newest(version),
-            loaders=self._service.loaders_of(version),
-            idle=max(0.0, now - version.last_used),
-        )
+    def _versions(self, dataset: str, now: float) -> list[VersionStats]:
+        versions = self._service.versions
+        return [
+            VersionStats(
+                version=version.info.version,
+                fingerprint=version.info.fingerprint,
+                revision=version.revision,
+                newest=versions.is_newest(version),
+                loaders=self._service.loaders_of(version),
+                idle=max(0.0, now - version.last_used),
+            )
+            for version in versions.available(dataset)
+        ]
 
     @staticmethod
     async def _samples(snapshots: list[EngineSnapshot], now: float) -> list[tuple[Engine, _ConsumerSample]]:
@@ -501,6 +480,38 @@ class StatsCollector:
             rates = latest[tally.loop] = later or _rates(snapshot, consumer, tally, now)
             found.append((snapshot.engine, _ConsumerSample(consumer, tally, *rates, is_latest=later is None)))
         return found
+
+
+def dataset_stats(
+    info: DatasetInfo, tally: DatasetCounters, now: float, versions: Sequence[VersionStats] = ()
+) -> DatasetStats:
+    """Return the statistics of a dataset at the time `now`, by ``time.monotonic()``."""
+    samples, _ = tally.computed_window.rates(now, tally.samples, tally.failed)
+    return DatasetStats(
+        dataset=info.name,
+        kind=info.kind,
+        length=info.length,
+        batches_computed=tally.computed,
+        batches_sent=tally.sent,
+        batches_failed=tally.failed,
+        batches_retried=tally.retried,
+        samples_computed=tally.samples,
+        samples_per_second=samples,
+        stages={stage: histogram.latency() for stage, histogram in tally.stages.items()},
+        slowest=tally.slowest(),
+        errors=tally.errors(now),
+        samples_substituted=tally.substituted,
+        cache_hits=tally.cache_hits,
+        cache_misses=tally.cache_misses,
+        cache_saved=tally.cache_saved,
+        samples_slow=tally.slow_samples,
+        batches_early=tally.early,
+        batches_backed_up=tally.backups,
+        tokens=tally.tokens,
+        tokens_padded=tally.tokens_padded,
+        padding_fraction=padding_fraction(tally.tokens, tally.tokens_padded),
+        versions=list(versions),
+    )
 
 
 async def _in_slices(items: Sequence[_Item]) -> AsyncIterator[_Item]:

@@ -4,18 +4,16 @@ import { byId, list, make, say, table } from "./dom.js";
 import { ago, bytes, count, duration, number, plural, UNKNOWN } from "./format.js";
 
 const EVERY = 2_000;
-const TITLES = ["Batch", "Ended", "Queue", "Fetch", "Collate", "Encode", "Samples"];
 const WIDTH = 600;
 const HEIGHT = 80;
 
 export class WorkerPage {
   #section = byId("worker");
-  #table = table("Last batches of the worker", TITLES);
+  #table = null;
   #shown = null;
   #timer = 0;
 
   constructor() {
-    byId("worker-batches").append(this.#table.element);
     byId("stack").addEventListener("click", () => this.#stack());
     byId("close-worker").addEventListener("click", () => {
       location.hash = "workers";
@@ -60,14 +58,24 @@ export class WorkerPage {
     say(byId("worker-facts"), `${plural(found.batches, "batch", "batches")}, ${plural(found.restarts, "restart")}, ` +
       `${plural(found.recycled, "planned replacement")}.${use}${exit}`);
     byId("worker-history").replaceChildren(...chart(history));
+    this.#table ??= this.#columns(found.stages);
     const last = found.recent[0]?.ready_at ?? 0;
     const recent = found.recent.map((one) => ({ ...one, before: last - one.ready_at }));
     list(this.#table.body, recent, ({ number: key }) => key, () => this.#row());
     this.#table.element.hidden = found.recent.length === 0;
   }
 
+  // The table has a column for each loading stage of the server.
+  #columns(stages) {
+    const names = stages.map((stage) => stage[0].toUpperCase() + stage.slice(1));
+    const titles = ["Batch", "Ended", "Queue", ...names, "Samples"];
+    const found = table("Last batches of the worker", titles);
+    byId("worker-batches").append(found.element);
+    return { ...found, width: titles.length };
+  }
+
   #row() {
-    const cells = TITLES.map(() => make("span"));
+    const cells = Array.from({ length: this.#table.width }, () => make("span"));
     return {
       element: this.#table.row(...cells),
       update(one) {
@@ -75,7 +83,7 @@ export class WorkerPage {
           `${one.batch} of epoch ${one.epoch}${one.failed ? ", failed" : ""}`,
           one.before === 0 ? "last" : `${duration(one.before)} before`,
           duration(Math.max(0, one.began_at - one.assigned_at)),
-          ...one.stages.slice(0, 3).map(duration),
+          ...one.stages.map(duration),
           count(one.samples),
         ];
         cells.forEach((cell, i) => say(cell, texts[i] ?? UNKNOWN));
