@@ -113,17 +113,6 @@ def test_a_flow_links_all_parts_of_a_batch() -> None:
     assert trace["otherData"]["clients"][0]["clock_uncertainty_s"] == 0.001
 
 
-def test_a_step_without_a_wait_has_no_slice_for_it() -> None:
-    """Slices without a duration hide the others: only real waits are shown."""
-    recording = Recording("http://a", "host", 1, STAGES, Offset(0.0, 0.0))
-    waits, steps = [Waited(1, 2.0, 2.5)], [Step(0, 1.0), Step(1, 2.5), Step(2, 3.0)]
-    times = ClientTimes("c#0", "t", None, "host", 2, "key", 0, 0.0, 0.001, [], waits, steps)
-    recording.clients = {("t", "c#0", "key", 0): times}
-    trace = build([recording])
-    assert spans(trace, "wait") == [(1000.0, 500.0)]
-    assert spans(trace, "step") == [(0.0, 1000.0), (1500.0, 500.0), (2000.0, 0.0)]
-
-
 def test_servers_are_on_one_clock() -> None:
     """The times of a second server are converted to the clock of the first one; the uncertainties are added."""
     first = Recording("http://a", "one", 1, STAGES, Offset(100.0, 0.001))

@@ -499,8 +499,7 @@ class _Clients:
             key = times.loader, times.epoch, step.batch
             at = _ns(step.at, shift)
             wait = waits.get(step.batch)
-            if wait and (began := _ns(wait.began_at, shift)) < at:
-                loop.append(("wait", began, at, key))
+            loop.append(("wait", min(at, _ns(wait.began_at, shift)) if wait else at, at, key))
             if following is not None:
                 later = waits.get(following.batch)
                 end = _ns(later.began_at if later else following.at, shift)
