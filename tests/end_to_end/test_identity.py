@@ -16,6 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from teleloader import DataLoader, Forbidden, RemoteDataset, Unauthorized
+from teleloader.api.credentials import Credentials
 from tests.conftest import ServerProcess, StartServer, eventually
 from tests.end_to_end.certificates import Files
 from tests.end_to_end.terminal import SERVER, TOOLS, piped
@@ -337,6 +338,18 @@ def test_an_epoch_outlives_its_certificate(start_server: StartServer, files: Fil
     files.identity("short", URI)
     seen += [index for batch in batches for index in batch.tolist()]
     assert seen == list(range(100_000))
+
+
+def test_files_that_are_being_replaced_keep_the_previous_certificate(files: Files) -> None:
+    """A changed certificate is loaded once it matches its key."""
+    cert, key = files.identity("replaced", URI)
+    credentials = Credentials(ca=files.ca, cert=cert, key=key)
+    first = credentials.context()
+    assert credentials.context() is first
+    Path(cert).write_text("incomplete")
+    assert credentials.context() is first
+    files.identity("replaced", URI)
+    assert credentials.context() is not first
 
 
 def test_a_revoked_certificate_ends_open_requests(start_server: StartServer, files: Files, file: Path) -> None:

@@ -29,6 +29,7 @@ from teleloader_server.auth.keys import InvalidKeys, Key, Keys, is_valid, parse_
 from teleloader_server.auth.outcomes import Refusal
 from teleloader_server.auth.rules import first_match, parse_rules
 from teleloader_server.config import ConfigError
+from teleloader_server.dispatch.counters import MAX_PRINCIPALS, OTHER_PRINCIPALS, Counters
 from teleloader_server.dispatch.grants import Grants
 from teleloader_server.permissions import Principal
 from teleloader_shared.errors import Forbidden, ServerUnavailable, Unauthorized
@@ -402,8 +403,8 @@ def test_keys_are_fetched_at_the_start_and_periodically(source: Source, first: K
     assert source.fetched == 3
 
 
-def test_an_unknown_key_id_is_looked_for_once(source: Source, first: Keys, second: Keys) -> None:
-    """Its client is told to wait until the keys were fetched again; then it is refused, or accepted."""
+def test_an_unknown_key_id_causes_one_refresh(source: Source, first: Keys, second: Keys) -> None:
+    """Until the keys were fetched again, the error is a reason to retry; then the token is refused or accepted."""
     source.result = first
     source.wait(20)
     for kid in ("second", "third"):
@@ -602,7 +603,7 @@ def test_the_caches_are_bounded(file: Path, issuer: Issuer, monkeypatch: pytest.
 
 
 def test_a_token_that_expires_is_reported(file: Path, issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that the cache has dropped: its open requests are checked again."""
+    """The server checks open requests again, also of a token that was evicted from the cache."""
     monkeypatch.setattr("teleloader_server.auth.authenticator.MAX_REMEMBERED", 1)
     now = [time.time()]
     monkeypatch.setattr("teleloader_server.auth.authenticator.time.time", lambda: now[0])
@@ -825,7 +826,7 @@ def test_a_certificate_that_expires_on_an_open_connection_is_refused(
 
 
 def test_changed_rules_apply_to_open_connections(file: Path) -> None:
-    """The decision about a certificate is made again."""
+    """The server applies the new rules to the certificate of each connection."""
     authenticator = authenticator_of(file, CERTIFICATES)
     request = caller(authenticator, None, certificate(("URI", URI)))
     assert request.admit("read").scopes == {"read"}
@@ -854,6 +855,18 @@ def test_a_refusal_raises_a_new_error_each_time() -> None:
     """An exception that is raised again would collect tracebacks."""
     refusal = Refusal(Unauthorized, "no")
     assert refusal.error() is not refusal.error()
+
+
+# -- accounting
+
+
+def test_counters_of_principals_are_bounded() -> None:
+    """An issuer may have any number of subjects: those beyond the limit have one counter."""
+    counters = Counters()
+    found = [counters.principal(f"cluster:{number}") for number in range(MAX_PRINCIPALS + 2)]
+    assert found[-1] is found[-2] is counters.principals[OTHER_PRINCIPALS]
+    assert len({id(each) for each in found}) == len(counters.principals) == MAX_PRINCIPALS + 1
+    assert counters.principal("cluster:5") is found[5]
 
 
 # -- open requests
