@@ -185,7 +185,7 @@ class RemoteDataset:
         if self._info.version:
             self._construction.set_argument("version", self._info.version)
 
-    def select(self, fingerprint: str) -> bool:
+    def select_version(self, fingerprint: str) -> bool:
         """Select the version with a fingerprint, if no version was given and no loader has used another one.
 
         Returns:
@@ -193,7 +193,7 @@ class RemoteDataset:
         """
         if self._given_version is not None or self._is_used or self.is_here:
             return False
-        for server in self.servers.require():
+        for server in nearest(self.servers.require(), self.name):
             with suppress(TeleloaderError):
                 found = server.dataset(self.name, fingerprint=fingerprint)
                 if found.kind == self._info.kind:

@@ -771,7 +771,7 @@ class DataLoader(Generic[Batch]):
         """
         saved = state_dict.get("dataset") if isinstance(state_dict, dict) else None
         if isinstance(saved, str) and isinstance(self._remote, RemoteDataset) and saved != self.spec.fingerprint:
-            self._remote.select(saved)
+            self._remote.select_version(saved)
         order, spec = self._order, self.spec
         position, generators = state.load(
             state_dict, self._identity(order, spec), order.global_batch_size(spec), _unit(spec), order.algorithms(spec)

@@ -127,7 +127,7 @@ class RemoteMixture(RemoteDataset):
         """Name of the first source, under which loaders are registered."""
         return self._sources[0].name
 
-    def select(self, fingerprint: str) -> bool:
+    def select_version(self, fingerprint: str) -> bool:
         """Return False: the versions of the sources are selected when they are created."""
         return False
 

@@ -16,8 +16,17 @@ import httpx
 import psutil
 import pytest
 
-from teleloader import DataLoader, DatasetChanged, RemoteDataset, StateMismatch, TeleloaderError, UnknownDataset
+from teleloader import (
+    DataLoader,
+    DatasetChanged,
+    Forbidden,
+    RemoteDataset,
+    StateMismatch,
+    TeleloaderError,
+    UnknownDataset,
+)
 from tests.conftest import ROOT, ServerProcess, eventually
+from tests.end_to_end.test_access import TokenTable
 
 CODE = """
 import time
@@ -511,6 +520,22 @@ def test_several_servers_of_a_machine_publish_together(site: Site, start: Callab
 
 
 # -- audit log and permissions
+
+
+def test_a_token_of_a_dataset_is_valid_for_all_of_its_versions(site: Site, start: Callable[..., ServerProcess]) -> None:
+    """It permits neither another dataset nor a publication."""
+    table = TokenTable(site.folder / "tokens.toml")
+    reader, operator = table.add("reader", "read:train"), table.add("operator", "admin")
+    server = start("--tokens", table.write())
+    site.write("v2", 2)
+    for token, expected in ((reader, 403), (operator, 200), (operator, 200)):
+        response = httpx.post(f"{server.url}/v1/versions", headers={"authorization": f"Bearer {token}"}, timeout=60)
+        assert response.status_code == expected
+    for version, code in (("v1", 1), ("v2", 2), (None, 2)):
+        dataset = RemoteDataset(server.url, "train", version=version, token=reader)
+        assert codes(DataLoader(dataset, batch_size=4)) == {code}
+    with pytest.raises(Forbidden):
+        RemoteDataset(server.url, "other", version="", token=reader)
 
 
 def test_publications_are_in_the_audit_log(site: Site, start: Callable[..., ServerProcess]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
@@ -104,6 +105,28 @@ def test_the_text_of_a_version_is_not_reused() -> None:
     versions = table([config(version="v1")], [config(version="v2")])
     with pytest.raises(ConfigError, match="version 'v1' was published with another configuration"):
         versions.plan([config(version="v1", path="/other")])
+
+
+def test_the_error_at_the_limit_names_versions_whose_retirement_helps() -> None:
+    """A revision runs as long as it has the newest version of a dataset."""
+    versions = table([config("train", "v1"), config("test", "v1")], *([config(version=f"v{n}")] for n in (2, 3, 4)))
+    with pytest.raises(ConfigError, match=r"4 revisions run.* Retire version 'v2' of dataset 'train', or wait"):
+        versions.plan([config(version="v5")])
+    versions = table(*([config(f"data{number}")] for number in range(MAX_REVISIONS)))
+    with pytest.raises(ConfigError, match="set another version for several datasets at once"):
+        versions.plan([config("data0", "v2")])
+
+
+def test_a_running_mixture_is_found_although_the_newest_sources_cannot_be_mixed() -> None:
+    """The newest version of a source may have another collate function or no length."""
+    first = [config("train", "v1"), config("test", "v1")]
+    versions = table(first)
+    second = config("train", "v2")
+    versions.add(2, {"train": replace(info(second), collate="module:stack")}, [second], 0)
+    running = describe([info(each) for each in first]).fingerprint
+    assert [version.info.version for version in versions.of_loader(NAMES, running)] == ["v1", "v1"]
+    with pytest.raises(InvalidSpec, match="the sources of a mixture must have the same collate"):
+        versions.of_loader(NAMES, "other")
 
 
 def test_retired_versions_are_forgotten_at_some_number() -> None:

@@ -9,6 +9,7 @@ import click
 
 from teleloader.cli.showing import Column, print_json, results_console, table
 from teleloader.cli.stats import Source
+from teleloader_shared.errors import UnknownDataset
 from teleloader_shared.messages import PublishedVersion
 from teleloader_shared.stats import Stats, VersionStats
 from teleloader_shared.units import seconds
@@ -63,23 +64,37 @@ def publish(source: Source, *, as_json: bool) -> None:
     """
     source.read()  # finds servers that run under the same supervisor
     rows: list[dict[str, Any]] = []
-    for server in source.servers:
-        published = server.publish()
-        rows += [{"server": server.url, **asdict(version)} for version in published]
-        if not as_json:
-            click.echo(f"{server.url}:")
-            for version in published:
-                click.echo(f"  {_described(version)}")
-    if as_json:
-        print_json(rows)
+    try:
+        for server in source.servers:
+            published = server.publish()
+            rows += [{"server": server.url, **asdict(version)} for version in published]
+            if not as_json:
+                click.echo(f"{server.url}:")
+                for version in published:
+                    click.echo(f"  {_described(version)}")
+    finally:
+        if as_json:
+            print_json(rows)
 
 
 def retire(source: Source, dataset: str, version: str) -> None:
-    """Retire a version on all servers that have it, and print the number of loaders that used it."""
-    source.read()
+    """Retire a version on all servers that have it, and print the number of loaders that used it.
+
+    Raises:
+        UnknownDataset: If no server has the version.
+        InvalidSpec: If it is the newest version of the dataset.
+    """
+    source.read()  # finds servers that run under the same supervisor
+    missing: list[UnknownDataset] = []
     for server in source.servers:
-        count = server.retire(dataset, version)
+        try:
+            count = server.retire(dataset, version)
+        except UnknownDataset as error:
+            missing.append(error)
+            continue
         click.echo(f"{server.url}: retired version {version!r} of dataset {dataset!r}; it had {count:,} loaders")
+    if len(missing) == len(source.servers):
+        raise missing[0]
 
 
 def _described(version: PublishedVersion) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -16,7 +17,7 @@ from teleloader_server.dispatch.sessions import Engines
 from teleloader_server.dispatch.versions import Plan, Version, VersionTable
 from teleloader_server.workers.factory import PoolFactory
 from teleloader_server.workers.health import MAX_FAILED_STARTS
-from teleloader_shared.errors import DatasetChanged
+from teleloader_shared.errors import DatasetChanged, ServerUnavailable
 from teleloader_shared.messages import Change, PublishedVersion
 
 POLL_S: Final = 0.05
@@ -66,10 +67,15 @@ class Publisher:
                 "cannot publish: the server has no configuration file to read again. Start it with --config, and at "
                 "least one worker"
             )
-        if self._running is not None and not self._running.done():
+        if self._is_publishing:
             raise ConfigError("cannot publish: another publication is in progress. Retry when it has ended")
         self._running = asyncio.create_task(self._publish(self.source))
         return await asyncio.shield(self._running)
+
+    @property
+    def _is_publishing(self) -> bool:
+        """True while a publication is in progress, during which no version retires: its plan refers to them."""
+        return self._running is not None and not self._running.done()
 
     async def _publish(self, source: ConfigSource) -> list[PublishedVersion]:
         try:
@@ -96,7 +102,7 @@ class Publisher:
             engine = await self.engines.shared(number)
             await _until_ready(engine)
         except BaseException:
-            self.engines.remove(number)
+            self._remove(number)
             raise
         return self.versions.add(number, self.engines.revisions[number].infos, configs, time.monotonic())
 
@@ -128,12 +134,15 @@ class Publisher:
         Raises:
             UnknownDataset: If the server does not have this version.
             InvalidSpec: If it is the newest version.
+            ServerUnavailable: If a publication is in progress.
         """
+        if self._is_publishing:
+            raise ServerUnavailable(f"cannot retire version {text!r}: a publication is in progress. Retry later")
         return await self._retire(self.versions.find(name, text), "by an operator")
 
     async def retire_idle(self, seconds: float) -> None:
         """Retire the versions that no loader has used for `seconds`, except the newest ones."""
-        for version in self.versions.idle(time.monotonic(), seconds):
+        for version in () if self._is_publishing else self.versions.idle(time.monotonic(), seconds):
             await self._retire(version, f"because no loader used it for {seconds:g} s")
 
     async def _retire(self, version: Version, reason: str) -> int:
@@ -148,8 +157,14 @@ class Publisher:
         audit.record("retired", dataset=info.name, version=info.version, fingerprint=info.fingerprint, loaders=count)
         for number in self.versions.remove_unused():
             logger.info("stopping the workers of revision %d, whose versions are all retired", number)
-            self.engines.remove(number)
+            self._remove(number)
         return count
+
+    def _remove(self, number: int) -> None:
+        """Stop the workers of a revision, and release the file descriptors that were reserved for them."""
+        self.engines.remove(number)
+        with suppress(ConfigError):  # too few for the others: they were reserved before a resize
+            self.reserve((self.engines.num_workers or 1) * len(self.engines.revisions))
 
 
 async def _until_ready(engine: Engine) -> None:

@@ -97,14 +97,22 @@ class VersionTable:
                 )
             else:
                 plan.added.append(config)
-        running = self.revisions
-        if plan.added and len(running) >= MAX_REVISIONS:
-            oldest = next(version for version in self if version.revision == min(running) and not version.is_retired)
+        if plan.added and len(self.revisions) >= MAX_REVISIONS:
             raise ConfigError(
-                f"cannot publish: {len(running)} revisions run, and the limit is {MAX_REVISIONS}. Wait until an old "
-                f"version retires, or retire one that is not needed, such as {oldest}"
+                f"cannot publish: {len(self.revisions)} revisions run, and the limit is {MAX_REVISIONS}. "
+                f"{self._advice_at_limit()}"
             )
         return plan
+
+    def _advice_at_limit(self) -> str:
+        """Return what ends the processes of a revision."""
+        used = [version for version in self if not version.is_retired]
+        needed = {version.revision for version in used if self.is_newest(version)}
+        ends = min((version.revision for version in used if version.revision not in needed), default=None)
+        if ends is None:
+            return "Each of them has the newest version of a dataset: set another version for several datasets at once"
+        named = " and ".join(str(version) for version in used if version.revision == ends)
+        return f"Retire {named}, or wait until no loader uses it"
 
     def add(
         self, revision: int, infos: Mapping[str, DatasetInfo], configs: Iterable[DatasetConfig], now: float
@@ -170,10 +178,10 @@ class VersionTable:
             InvalidSpec: If the datasets cannot be mixed.
         """
         newest = [self._versions[name][-1] for name in names]
-        if fingerprint is None or _described(newest).fingerprint == fingerprint:
+        if fingerprint is None or _has_fingerprint(newest, fingerprint):
             return _of_one_revision(newest)
         for candidates in self._combinations(names):
-            if _described(candidates).fingerprint == fingerprint:
+            if _has_fingerprint(candidates, fingerprint):
                 return candidates
         info = _described(newest)
         raise DatasetChanged(
@@ -244,6 +252,13 @@ class VersionTable:
 def _described(versions: Sequence[Version]) -> DatasetInfo:
     infos = [version.info for version in versions]
     return infos[0] if len(infos) == 1 else describe(infos)
+
+
+def _has_fingerprint(versions: Sequence[Version], fingerprint: str) -> bool:
+    try:
+        return _described(versions).fingerprint == fingerprint
+    except InvalidSpec:  # other versions of the sources may be mixed
+        return False
 
 
 def _of_one_revision(versions: list[Version]) -> list[Version]:
