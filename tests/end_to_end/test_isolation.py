@@ -257,6 +257,19 @@ def test_capabilities_are_sufficient_to_run_workers_as_another_user() -> None:
 
 
 @needs_root
+def test_without_further_capabilities_batches_are_sent_over_http() -> None:
+    """Root in a container with CAP_SETUID, CAP_SETGID and CAP_KILL can neither lend memory nor measure its PSS."""
+    container = ["--bounding-set=-all,+setuid,+setgid,+kill", "--inh-caps=-all"]
+    with isolated_server(IMAGES, "--num-workers", "1", *AS_WORKER_USER, server_privileges=container) as server:
+        loader = DataLoader(RemoteDataset(server.url, "images"), batch_size=2, output="numpy")
+        assert [batch[:, 0].tolist() for batch in loader] == [[1 + k, 2 + k] for k in range(0, 60, 2)]
+        stats = server.stats()
+        assert sum(consumer["batches_lent"] for consumer in stats["consumers"]) == 0
+        (worker,) = stats["workers"]
+        assert worker["pss"] == worker["rss"] > 0
+
+
+@needs_root
 def test_a_server_without_privileges_refuses_another_user() -> None:
     """The message names the missing capabilities."""
     with open_folder() as place:

@@ -48,7 +48,11 @@ class Restrictions(NamedTuple):
     has_network: bool
     """False for a network namespace of its own, which has a loopback interface only."""
     max_data_bytes: int
-    """Maximum private writable memory of each process in bytes (``RLIMIT_DATA``); 0 for no limit."""
+    """Maximum private writable memory of each process in bytes (``RLIMIT_DATA``); 0 for no limit.
+
+    Rejected: ``RLIMIT_AS``, because it includes address space without memory (after the import of torch, 640 MB instead
+    of 220 MB); a control group, because containers and systemd units do not permit servers to create one.
+    """
     max_processes: int
     """Maximum number of the user's processes and threads (``RLIMIT_NPROC``); 0 for no limit."""
 

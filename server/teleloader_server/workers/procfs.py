@@ -94,15 +94,19 @@ def open_process(pid: int, uid: int | None) -> int:
 
     Raises:
         ProcessLookupError: If the process has exited, or belongs to another user.
+        OSError: If no descriptor is free.
     """
     end = os.pidfd_open(pid)
     try:
         # after pidfd_open: if the PID is reused between both calls, the pidfd is that of a process that has exited
         if uid is not None and int(_status(str(pid), "Uid").split()[0]) != uid:
             raise ProcessLookupError(errno.ESRCH, f"process {pid} does not belong to user {uid}")
-    except OSError as error:
+    except FileNotFoundError:
         os.close(end)
-        raise ProcessLookupError(errno.ESRCH, str(error)) from None
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} has exited") from None
+    except OSError:
+        os.close(end)
+        raise
     return end
 
 
