@@ -377,6 +377,8 @@ class Fetcher:
                 spec = self._shards.spec
             registered = server.register(spec, self._options.epoch)
         self.registered_at.add(server)
+        if self._options.spec.session is not None and self._reorder_buffer.is_discarded:
+            self._end_session()  # `close` could not end a session that the server was still starting
         check_environment(server.url, registered.environment, self._options.environment)
         self._last_request = time.monotonic()
         self._is_registered = True

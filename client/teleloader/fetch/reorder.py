@@ -316,6 +316,11 @@ class ReorderBuffer:
         return self.closed is not None or all_here or self._error is not None
 
     @property
+    def is_discarded(self) -> bool:
+        """True if the epoch was prefetched in vain: the buffer was closed before the epoch started."""
+        return self.closed is not None and self.scheduler.is_background
+
+    @property
     def several(self) -> bool:
         """True if the batches come from more than one server."""
         return len(self._failing) > 1
