@@ -9,7 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -269,22 +269,22 @@ def test_a_trace_has_all_stages_of_every_batch(tmp_path: Path) -> None:
     """For each batch of a training loop: queue, stages, result, send, receive, decode, wait and step, in this order."""
     file = tmp_path / "trace.json"
     with serve(inspected.Damaged(), num_workers=2) as url:
-        done = threading.Event()
-        epochs: list[int] = []
+        loads, done = threading.Event(), threading.Event()
 
         def train() -> None:
-            epoch = 0
-            while not done.is_set():
+            for epoch in count():
                 loader = DataLoader(RemoteDataset(url), batch_size=4, on_error="skip", max_errors=1.0, seed=0)
                 loader.set_epoch(epoch)
                 for _ in loader:
+                    loads.set()
                     done.wait(0.005)
-                epochs.append(epoch)
-                epoch += 1
+                if done.is_set():
+                    return
 
         thread = threading.Thread(target=train)
         thread.start()
         try:
+            assert loads.wait(60)
             run("trace", url, "--seconds", "3", "-f", str(file))
         finally:
             done.set()
