@@ -192,8 +192,9 @@ class DataLoader(Generic[Batch]):
             Each occupies device memory.
         prefetch_next_epoch: Whether to prefetch the first batches of the next epoch at the end of an epoch, so that
             they are ready when the next epoch starts. None (the default) prefetches once a second epoch has started,
-            or after `set_epoch` or `load_state_dict`, so that a single pass computes nothing in vain. Servers compute
-            these batches with the lowest priority. The loader keeps them in memory until the next epoch, and discards
+            or after `set_epoch` or `load_state_dict`, so that a single pass computes nothing in vain; for iterable-style
+            datasets, whose next epoch requires further workers, only True does. Servers compute these batches with the
+            lowest priority. The loader keeps them in memory until the next epoch, and discards
             up to one prefetch window after the last one. See docs/next_epoch.md for the orders to which it applies.
         on_error: What to do if the dataset raises an exception for a sample. ``"raise"`` (the default) raises it in
             ``next()``, as torch. ``"skip"`` omits the sample, so that the batch is shorter, and ``"replace"`` uses
@@ -581,8 +582,9 @@ class DataLoader(Generic[Batch]):
             return None
         if self._is_live or (order.has_plan and start.spec.session is not None):
             return None  # private workers copy the dataset when the epoch starts
-        if order.has_shards:  # other workers must iterate the next epoch, while those of the current one finish
-            restarts = self.num_workers > 0 and not self.persistent_workers
+        if order.has_shards:
+            # by default not: further private workers would wait for an epoch after the last one
+            restarts = self.prefetch_next_epoch and self.num_workers > 0 and not self.persistent_workers
             if start.channel is not None or not restarts or len(self._remote.servers.known) > 1:
                 return None
         return NextEpoch(start, self._remote)

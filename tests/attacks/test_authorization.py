@@ -396,7 +396,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Toke
 
 def status_of(url: str, token: str | None, method: str, path: str, key: str) -> int:
     """Return the status of a request for a dataset `many`, or for a loader of it."""
-    filled = path.format(name="many", key=key, epoch=0, k=0, instance="i", worker=0)
+    filled = path.format(name="many", dataset="many", key=key, epoch=0, k=0, instance="i", worker=0)
     filled += "?ranges=0:1" if path.endswith("batches") else ""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     if path.endswith("progress"):

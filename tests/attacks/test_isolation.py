@@ -21,7 +21,7 @@ import pytest
 from teleloader import LoaderTimeout, RemoteDataset
 from tests.attacks import intruder
 from tests.attacks.intruder import REFUSED, run_attack
-from tests.conftest import ServerProcess
+from tests.conftest import ROOT, ServerProcess
 from tests.end_to_end.certificates import Files
 from tests.isolated import AS_WORKER_USER, SERVER_USER, WORKER_USER, isolated_server, needs_root, open_folder
 
@@ -201,7 +201,9 @@ def test_relative_paths_do_not_bypass_the_mode_of_a_parent_folder(options: tuple
         inner.mkdir()
         (inner / "closed-secret").write_text("secret")
         folder.chmod(0o700)
-        with isolated_server("tests.attacks.intruder:Intruder", "--num-workers", "1", *options, folder=inner) as server:
+        command = ("tests.attacks.intruder:Intruder", "--num-workers", "1", *options)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with isolated_server(*command, folder=inner, environment=environment) as server:
             dataset = RemoteDataset(server.url, "Intruder")
             assert run_attack(dataset, intruder.file_in_current_folder).startswith(REFUSED) == is_refused
 

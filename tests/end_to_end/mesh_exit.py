@@ -17,4 +17,4 @@ for number, _ in enumerate(loader):
     if way != "finished" and number == 2:
         break
 iterator = iter(loader) if way == "open" else None
-print(dist.get_rank())
+sys.stdout.write(f"{dist.get_rank()}\n")  # not print, which writes the line end separately

@@ -102,7 +102,7 @@ def test_new_workers_compute_batches(start_server: StartServer) -> None:
 def test_workers_know_the_new_number(start_server: StartServer) -> None:
     """`get_worker_info` reports the new number of workers in all workers."""
     server = start_server(TARGET + "colleagues", "--num-workers", "2")
-    loader = DataLoader(RemoteDataset(server.url, "colleagues"), batch_size=1)
+    loader = DataLoader(RemoteDataset(server.url, "colleagues"), batch_size=1, prefetch_next_epoch=False)
 
     def known() -> set[int]:
         return {int(batch[0]) for batch in loader}
