@@ -15,7 +15,7 @@ import pytest
 
 from teleloader import DataLoader, RemoteDataset
 from teleloader_server import serve
-from teleloader_shared.stats import Diagnosis, ErrorCount, Stats
+from teleloader_shared.stats import Diagnosis, ErrorCount, Stats, VersionStats
 from tests.conftest import StartServer, eventually
 from tests.end_to_end import hosted
 from tests.end_to_end.browser import Visit, violations
@@ -134,6 +134,22 @@ def test_the_numbers_are_those_of_the_server(server: MadeUpServer, open_page: Op
     until(page.locator("#dataset-list"), "4,000 batches computed, 4,100 sent, 3 failed, 1 restarted, 0 started early")
     until(page.locator("#plots"), "125")
     assert page.locator("#plots figcaption output").all_inner_texts() == ["125", "64.5", "50 %", "50 %"]
+
+
+def test_versions_of_a_dataset_are_listed(server: MadeUpServer, open_page: Open) -> None:
+    """The newest version is the first one; a single version is not shown."""
+    page = open_page(server.url)
+    until(page.locator("#dataset-list"), "map-style")
+    assert "Versions" not in page.locator("#dataset-list").inner_text()
+    versions = [
+        VersionStats("2026-11", "f" * 32, 1, False, 1, 90.0),
+        VersionStats("2026-12", "e" * 32, 2, True, 3, 0.0),
+    ]
+    server.stats = dataclasses.replace(server.stats, datasets=[dataclasses.replace(DATASET, versions=versions)])
+    until(
+        page.locator("#dataset-list"),
+        "Versions: 2026-12 (newest, 3 loaders), 2026-11 (last used 1 min 30 s ago, 1 loader).",
+    )
 
 
 def test_new_figures_are_shown_as_they_come(server: MadeUpServer, open_page: Open) -> None:

@@ -1,7 +1,7 @@
 // How long each stage of a batch takes, dataset by dataset, and which batches took longest.
 
 import { bar, byId, list, make, say, table } from "./dom.js";
-import { count, duration, indices, number, plural } from "./format.js";
+import { ago, count, duration, indices, number, plural } from "./format.js";
 
 const QUANTILES = ["p50", "p95", "p99"];
 
@@ -27,6 +27,15 @@ function totals(dataset) {
   const cache = cached > 0 ? ` Cache: ${share} % of ${plural(cached, "sample")} read, ${duration(dataset.cache_saved)} saved.` : "";
   const padding = dataset.padding_fraction == null ? "" : ` Padding: ${Math.round(100 * dataset.padding_fraction)} %.`;
   return `${parts.join(", ")}.${cache}${padding}`;
+}
+
+// Several versions, newest first; "" for a single one.
+function versions(dataset) {
+  if (dataset.versions.length < 2) return "";
+  const ordered = dataset.versions.toSorted((a, b) => b.newest - a.newest || b.revision - a.revision);
+  const texts = ordered.map(({ version, newest, loaders, idle }) =>
+    `${version || "unnamed"} (${newest ? "newest" : `last used ${ago(idle)}`}, ${plural(loaders, "loader")})`);
+  return `Versions: ${texts.join(", ")}.`;
 }
 
 class StageTable {
@@ -91,12 +100,13 @@ class SlowestBatches {
 }
 
 function card({ dataset: name }) {
-  const [about, sums] = [make("p"), make("p", { class: "quiet" })];
+  const [about, published, sums] = [make("p"), make("p"), make("p", { class: "quiet" })];
   const parts = [new StageTable(name), new SlowestBatches(name)];
   return {
-    element: make("article", {}, make("h3", {}, name), about, ...parts.map((part) => part.element), sums),
+    element: make("article", {}, make("h3", {}, name), about, published, ...parts.map((part) => part.element), sums),
     update(dataset) {
       say(about, summary(dataset));
+      say(published, versions(dataset));
       say(sums, totals(dataset));
       for (const part of parts) part.update(dataset);
     },
