@@ -192,9 +192,9 @@ class DataLoader(Generic[Batch]):
             Each occupies device memory.
         prefetch_next_epoch: Whether to prefetch the first batches of the next epoch at the end of an epoch, so that
             they are ready when the next epoch starts. None (the default) prefetches once a second epoch has started,
-            or after `set_epoch` or `load_state_dict`, so that a single pass computes nothing in vain; for iterable-style
-            datasets, whose next epoch requires further workers, only True does. Servers compute these batches with the
-            lowest priority. The loader keeps them in memory until the next epoch, and discards
+            or after `set_epoch` or `load_state_dict`, so that a single pass computes nothing in vain; with
+            iterable-style datasets, whose next epoch requires further workers, only True prefetches. Servers compute
+            these batches with the lowest priority. The loader keeps them in memory until the next epoch, and discards
             up to one prefetch window after the last one. See docs/next_epoch.md for the orders to which it applies.
         on_error: What to do if the dataset raises an exception for a sample. ``"raise"`` (the default) raises it in
             ``next()``, as torch. ``"skip"`` omits the sample, so that the batch is shorter, and ``"replace"`` uses
