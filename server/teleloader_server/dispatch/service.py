@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -62,6 +62,11 @@ class _Known(NamedTuple):
     """Context manager stack that releases the resources counted in the quota."""
     versions: list[Version]
     """Versions of the loader's datasets; empty for dataset objects, which have one version."""
+
+    def mark_used(self, now: float) -> None:
+        """Record that a loader uses its versions at the time `now`, by ``time.monotonic()``."""
+        for version in self.versions:
+            version.last_used = now
 
 
 class LoaderService:
@@ -324,12 +329,12 @@ class LoaderService:
         for engine in self.engines.started():
             for consumer in engine.consumers():
                 known = self._loaders.get(consumer.epoch[0]) if consumer.requests else None
-                for version in () if known is None else known.versions:
-                    version.last_used = now
+                if known is not None:
+                    known.mark_used(now)
 
-    def loaders_of(self, version: Version) -> int:
-        """Return the number of registered loaders of a version."""
-        return sum(version in known.versions for known in self._loaders.values())
+    def loaders_by_version(self) -> Counter[Version]:
+        """Return the number of registered loaders of each version."""
+        return Counter(version for known in self._loaders.values() for version in set(known.versions))
 
     def version_of(self, loader: Loader) -> str | None:
         """Return the version of a loader's dataset; None for a mixture, and if it is unknown."""
@@ -439,10 +444,7 @@ class LoaderService:
                 f"unknown loader {key[:64]!r}: the server may have restarted. Register the loader with POST /v1/loaders"
             )
         self._loaders.move_to_end(key)
-        if known.versions:
-            now = time.monotonic()
-            for version in known.versions:
-                version.last_used = now
+        known.mark_used(time.monotonic())
         return known
 
     def loader(self, caller: Caller, key: str, epoch: int, *batches: int) -> Loader:

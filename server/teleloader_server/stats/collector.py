@@ -21,6 +21,7 @@ from teleloader_server.dispatch.engine import Engine
 from teleloader_server.dispatch.rates import RateWindow, as_share
 from teleloader_server.dispatch.records import Consumer, Loader, training_loop
 from teleloader_server.dispatch.service import LoaderService
+from teleloader_server.dispatch.versions import Version
 from teleloader_server.limits import default_num_workers
 from teleloader_server.loading.replay import Replayed
 from teleloader_server.loading.stages import STAGES
@@ -299,11 +300,11 @@ class StatsCollector:
         loads = self._loads(snapshots, samples, server, now)
         active = [sample.load for _, sample in samples if sample.is_latest and sample.recent.is_active]
         workers = demand(active, sum(snapshot.load for snapshot in snapshots))
-        page = samples[offset : offset + limit]
+        page, loaders = samples[offset : offset + limit], self._service.loaders_by_version()
         return Stats(
             replace(server, demand=workers.total, demand_unmeasured=workers.unmeasured),
             datasets=[
-                dataset_stats(info, self._counters.datasets[info.name], now, self._versions(info.name, now))
+                dataset_stats(info, self._counters.datasets[info.name], now, self._versions(info.name, loaders, now))
                 for info in datasets.values()
             ],
             workers=[
@@ -441,7 +442,7 @@ class StatsCollector:
             pss=memory.pss,
         )
 
-    def _versions(self, dataset: str, now: float) -> list[VersionStats]:
+    def _versions(self, dataset: str, loaders: Mapping[Version, int], now: float) -> list[VersionStats]:
         versions = self._service.versions
         return [
             VersionStats(
@@ -449,7 +450,7 @@ class StatsCollector:
                 fingerprint=version.info.fingerprint,
                 revision=version.revision,
                 newest=versions.is_newest(version),
-                loaders=self._service.loaders_of(version),
+                loaders=loaders.get(version, 0),
                 idle=max(0.0, now - version.last_used),
             )
             for version in versions.available(dataset)
