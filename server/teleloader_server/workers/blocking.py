@@ -1,16 +1,18 @@
-"""Helper to wait for processes and threads without blocking the event loop."""
+"""Helper to wait for processes, threads and files without blocking the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
 
 
-async def run_blocking(function: Callable[[], object]) -> None:
-    """Call a function that blocks until a process or thread ends, without blocking the event loop."""
+async def run_blocking(function: Callable[[], _Result]) -> _Result:
+    """Return the result of a function that waits for a process, a thread or files, without blocking the event loop."""
     try:
         ended = asyncio.get_running_loop().run_in_executor(None, function)
     except RuntimeError:  # the interpreter is shutting down and cannot start a thread
-        function()
-    else:
-        await ended
+        return function()
+    return await ended

@@ -176,7 +176,7 @@ class Supervisor:
 
     async def _check_code(self) -> None:
         """Raise `ConfigError` if another fork server would import other code than the first one."""
-        if await self._loop.run_in_executor(None, lambda: self._code.changed):
+        if await run_blocking(lambda: self._code.changed):
             raise ConfigError(
                 "the code of the datasets changed on disk after they were published, and the fork server with the "
                 "previous code exited. Restore the files, or publish the changed code as another version"
