@@ -154,11 +154,10 @@ def catches(pid: int, number: int) -> bool:
         number: Number of the signal.
     """
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        caught = int(_status(str(pid), "SigCgt"), 16)
     except OSError:
         return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    return bool(caught >> (number - 1) & 1)
 
 
 def cpu_seconds(pid: int | None) -> float:
