@@ -209,11 +209,9 @@ def _configs(named: Sequence[str], config: ConfigFile | None, *, demo: bool) -> 
     sys.path.insert(0, str(Path.cwd()))
     from_file = [] if config is None else config.datasets
     with usage_errors():
-        configs = [*from_file, *(DatasetConfig.parse(text) for text in named), *(DEMO if demo else ())]
+        configs = _merged(from_file, named, demo=demo)
     if not configs:
         raise click.UsageError("no dataset: pass at least one as module:name, or --demo for the embedded dataset")
-    with usage_errors():
-        _check_names(configs)
     return configs
 
 
@@ -224,17 +222,21 @@ def _read_again(path: Path, named: Sequence[str], *, demo: bool) -> list[Dataset
         ConfigError: If the file is invalid.
     """
     _, _, from_file = read_toml(path)
+    return _merged(from_file, named, demo=demo)
+
+
+def _merged(from_file: Sequence[DatasetConfig], named: Sequence[str], *, demo: bool) -> list[DatasetConfig]:
+    """Return the datasets of the configuration file and the command line.
+
+    Raises:
+        ConfigError: If an argument is invalid, or two datasets have the same name.
+    """
     configs = [*from_file, *map(DatasetConfig.parse, named), *(DEMO if demo else ())]
-    _check_names(configs)
-    return configs
-
-
-def _check_names(configs: Sequence[DatasetConfig]) -> None:
-    """Raise `ConfigError` if two datasets have the same name."""
     names = [config.name for config in configs]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"duplicate dataset name {name!r}: rename one dataset with NAME=module:name")
+    return configs
 
 
 def _config_source(
