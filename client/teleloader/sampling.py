@@ -6,7 +6,7 @@ import base64
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from reprlib import repr as short
 from typing import Any, Final
@@ -435,8 +435,7 @@ class RandomState:
                 f"cannot restore the random generators: {short(str(error))}. Pass an unchanged result of state_dict()"
             ) from None
 
-    @contextmanager
-    def as_saved(self, state: Mapping[str, Any]) -> Iterator[None]:
+    def as_saved(self, state: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Context manager that sets all random generators to `state`, and restores the global generators at exit.
 
         The generators of the loader and of its samplers are not restored.
@@ -444,26 +443,21 @@ class RandomState:
         Raises:
             StateMismatch: If the state does not fit the generators.
         """
-        process = RandomState(None, process=self._process)
-        before = process.save()
-        try:
-            self.restore(state)
-            yield
-        finally:
-            process.restore(before)
+        return self._with(state, RandomState(None, process=self._process))
+
+    def forecasting(self, state: Mapping[str, Any] | None) -> AbstractContextManager[None]:
+        """Context manager that sets all random generators to `state`, unless it is None, and restores them at exit."""
+        return nullcontext() if state is None else self._with(state, self)
 
     @contextmanager
-    def forecasting(self, state: Mapping[str, Any] | None) -> Iterator[None]:
-        """Context manager that sets all random generators to `state`, unless it is None, and restores them at exit."""
-        if state is None:
-            yield
-            return
-        before = self.save()
+    def _with(self, state: Mapping[str, Any], restored: RandomState) -> Iterator[None]:
+        """Context manager that sets all random generators to `state`, and restores those of `restored` at exit."""
+        before = restored.save()
         try:
             self.restore(state)
             yield
         finally:
-            self.restore(before)
+            restored.restore(before)
 
 
 def _is_generator(value: object) -> bool:
