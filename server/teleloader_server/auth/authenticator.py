@@ -260,7 +260,7 @@ class Authenticator:
         return token.principal
 
     def _token_of(self, session: _Session) -> Token | None:
-        """Return the token of a session, or None if it is no longer valid.
+        """Return the token of a session, or None if it has expired or was revoked.
 
         Raises:
             ServerUnavailable: If the keys that verify a JWT are not available now.
